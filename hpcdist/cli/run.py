@@ -483,9 +483,10 @@ def resume(
         hpcdist resume
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
-    from hpcdist.run import create, snapshot
+    from hpcdist.run import config_change, create, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.resume_text import resume_point
 
     words = list(overrides or [])
     if run is not None and "=" in run and not os.path.exists(run):  # RUN was left out, and this is an override
@@ -499,7 +500,7 @@ def resume(
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {folder.name} was not submitted to Slurm")
     flags = submission_flags(dependency, begin)
-    records.check(folder, config)
+    config_change.check(folder, config)
     if with_current_code:
         create.check_code(config, Path.cwd())
     elif folder.read_state().status == "failed":
@@ -510,14 +511,14 @@ def resume(
     else:
         start = resolve_start(config)
     with hold(folder):
-        records.change_config(folder, config)
+        config_change.change_config(folder, config)
         if with_current_code:
             code = snapshot.take(config, folder, Path.cwd())
             snapshot.write_environment(folder, code, launcher="slurm" if on_slurm else "local")
     if on_slurm or not follow:  # else the supervisor prints it
         last_attempt = folder.read_state().attempt
         if last_attempt:
-            say(records.resume_point(folder, folder.attempt(last_attempt), config.trainer.script))
+            say(resume_point(folder, folder.attempt(last_attempt), config.trainer.script))
     if start is None:
         return enqueue(folder, config, flags, follow=follow)
     plan, uri = start

@@ -26,14 +26,17 @@ from hpcdist.review.uncertainty import evaluated_on, num_evaluated, share_error,
 from hpcdist.review.verdict import Measured
 from hpcdist.run import (
     checkpoint_files,
+    config_origin,
     run_parameters,
 )
-from hpcdist.run.checkpoint_files import SAMPLES_FILE
-from hpcdist.run.config_origin import Override
+from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
+from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, complete_checkpoints
+from hpcdist.run.config_origin import Override, read_origin
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
-from hpcdist.run.job_record import JobStart
+from hpcdist.run.job_record import JobStart, all_job_starts
+from hpcdist.run.reached_steps import done_step, lost_steps
 from hpcdist.run.samples import HEAD_BYTES, MAX_RESULTS, parse_npy
-from hpcdist.run.training_record import DatasetRecord
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, devices_of, read_training
 
 T = TypeVar("T")
 
@@ -60,8 +63,8 @@ class CheckpointFacts:
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints with a manifest, oldest first; reads no tensors."""
     checkpoints = []
-    for step, path in records.complete_checkpoints(run):
-        manifest = readable(partial(read_json, path / records.MANIFEST_FILE))
+    for step, path in complete_checkpoints(run):
+        manifest = readable(partial(read_json, path / MANIFEST_FILE))
         if manifest is not None:
             checkpoints.append(_checkpoint_of(step, path, manifest))
     return tuple(checkpoints)
@@ -159,7 +162,7 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     return tuple(reversed(attempts))
 
 
-def _cause_by_slurm(start: records.JobStart | None) -> str:
+def _cause_by_slurm(start: JobStart | None) -> str:
     """Return why Slurm has ended a start of the job; empty if it has not, or a user has cancelled the job."""
     if start is None or start.state not in JOB_ENDS or start.state == "CANCELLED":
         return ""
@@ -181,10 +184,10 @@ def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
 
 def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
     """Return the starts of the job that Slurm has ended, by their last attempt, unless that finished."""
-    starts = readable(lambda: records.all_job_starts(run)) or []
-    last_attempts: dict[records.JobStart, tuple[int, str]] = {}
+    starts = readable(lambda: all_job_starts(run)) or []
+    last_attempts: dict[JobStart, tuple[int, str]] = {}
     for attempt in run.attempts():
-        times = records.read_times(attempt)
+        times = read_times(attempt)
         if times is None:
             continue
         # The newest one: a start may begin in the second in which the one before ends.
@@ -205,11 +208,11 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         resumed_at: the step from which the next attempt has continued, or would continue; None if it is unknown.
         by_slurm: why Slurm has ended the job; empty if it has not.
     """
-    training = records.read_training(attempt)
+    training = read_training(attempt)
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
-    times = records.read_times(attempt) or records.AttemptTimes(supervised=made, began=made)
+    times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
     status, cause, ended = _end_of_attempt(attempt, state, times, by_slurm)
-    last_step = records.done_step(attempt)
+    last_step = done_step(attempt)
     is_script = not times.measured
     if is_script and (training is None or training.began is None):
         last_step = None  # it has only logged values without a step
@@ -219,7 +222,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if status == "finished" and last_step is not None:
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
-        steps_lost = records.lost_steps(last_step, resumed_at)
+        steps_lost = lost_steps(last_step, resumed_at)
     training_began = None
     first_step = None
     if training is not None:
@@ -243,7 +246,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
 
 
 def _end_of_attempt(
-    attempt: Attempt, state: State, times: records.AttemptTimes, by_slurm: str
+    attempt: Attempt, state: State, times: AttemptTimes, by_slurm: str
 ) -> tuple[str, str, float | None]:
     """Return status, cause and time of the end of an attempt, see `AttemptFacts`."""
     status: str = times.status
@@ -263,7 +266,7 @@ def _end_of_attempt(
     elif not status:
         status = "failed"
         cause = ""
-        ended = max(times.began, readable(lambda: records.end_of(attempt, times)) or 0.0)
+        ended = max(times.began, readable(lambda: end_of(attempt, times)) or 0.0)
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
     if not cause and status == "failed":
@@ -429,7 +432,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
     training = _newest_training(run)
-    devices, cpu = records.devices_of(run)
+    devices, cpu = devices_of(run)
     # Those of rank 0; a resumed attempt may not have logged all metrics yet.
     metrics: dict[str, float] = {}
     steps: dict[str, Any] = {}
@@ -457,13 +460,13 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     )
 
 
-def _newest_training(run: RunDir) -> records.TrainingRecord:
+def _newest_training(run: RunDir) -> TrainingRecord:
     """Return the newest record of training with datasets or a number of parameters; an empty one without any."""
-    trainings = [records.read_training(attempt) for attempt in reversed(run.attempts())]
+    trainings = [read_training(attempt) for attempt in reversed(run.attempts())]
     for training in trainings:
         if training is not None and (training.datasets or training.num_parameters is not None):
             return training
-    return records.TrainingRecord()
+    return TrainingRecord()
 
 
 def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
@@ -473,7 +476,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     mlflow = _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
     code = _mapping(environment.get("code"))
-    origin = records.read_origin(run)
+    origin = read_origin(run)
     config = stored.config
     like = _mapping(environment.get("like"))
     rank_python = _rank_python(environment, container, stored)
@@ -519,7 +522,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         facts,
         config_name=origin.config,
         cluster_name=origin.cluster,
-        overrides=records.overrides(origin, stored.values),
+        overrides=config_origin.overrides(origin, stored.values),
         overrides_known=bool(origin.values),
     )
 
