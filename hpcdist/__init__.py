@@ -20,6 +20,7 @@ __all__ = [
     "should_stop",
 ]
 
+#: The module that defines each public name.
 _HOMES = {
     "Config": "hpcdist.config.schema",
     "Context": "hpcdist.rank.context",
@@ -37,4 +38,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hpcdist' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module = importlib.import_module(_HOMES[name])
+    return getattr(module, name)

@@ -65,8 +65,9 @@ MODEL_NAMES: tuple[str, ...] = ("simple_cnn", *RESNET_NAMES)
 
 
 def model_name_problems(name: str) -> list[str]:
-    """Return a sentence with the nearest known name unless `name` is one of MODEL_NAMES."""
+    """Return the problem of a name that is not one of MODEL_NAMES, with the nearest one; an empty list otherwise."""
     if name in MODEL_NAMES:
         return []
-    hint = suggestion(name, MODEL_NAMES, f"expected one of {', '.join(MODEL_NAMES)}")
+    known = ", ".join(MODEL_NAMES)
+    hint = suggestion(name, MODEL_NAMES, f"expected one of {known}")
     return [f"model.name {name!r} is not known: {hint}"]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -85,9 +86,10 @@ class PreloadedSplit:
         `epoch` changes the augmentation. If the device holds the split, a batch needs neither a copy nor a
         synchronisation.
         """
-        if not any(map(len, index_batches)):  # `split` of an empty tensor returns one empty part
+        sizes = [len(part) for part in index_batches]
+        if not any(sizes):  # `split` of an empty tensor returns one empty part
             return
-        indices, sizes = torch.cat(list(index_batches)), [len(part) for part in index_batches]
+        indices = torch.cat(list(index_batches))
         # One gather for the labels of the whole epoch, so that those of a batch are a view.
         labels = torch.split(self._placed_labels.index_select(0, indices.to(self.device)), sizes)
         if self.augment_seed is None:
@@ -111,34 +113,47 @@ class PreloadedSplit:
             padded = pad(self.images).permute(0, 2, 3, 1).flatten(0, 2)
             return padded.to(_place(padded, self.device))
         images = self.images.to(_place(self.images, self.device))
-        if images.device.type == self.device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
+        is_on_device = images.device.type == self.device.type
+        float_bytes = images.numel() * torch.float32.itemsize
+        if is_on_device and float_bytes <= FLOAT_TABLE_MAX_BYTES:
             images = self.normalize(images)
-        return images.permute(0, 2, 3, 1).contiguous() if self.channels_last else images
+        if self.channels_last:
+            images = images.permute(0, 2, 3, 1).contiguous()
+        return images
 
     def _plain(self, indices: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+        """Yield batches of whole images."""
         for part in torch.split(indices.to(self._table.device), sizes):
             images = _to_device(self._table.index_select(0, part), self.device)
             if self.channels_last:
                 images = images.permute(0, 3, 1, 2)
-            yield images if images.is_floating_point() else self.normalize(images)
+            if not images.is_floating_point():  # the table is not normalised
+                images = self.normalize(images)
+            yield images
 
     def _crops(self, indices: Tensor, hashes: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
         channels, height, width = self.images.shape[1:]
-        padded_height, padded_width = height + 2 * CROP_PADDING, width + 2 * CROP_PADDING
+        padded_height = height + 2 * CROP_PADDING
+        padded_width = width + 2 * CROP_PADDING
         top, left, mirror = crop_params(hashes)
+        # Row of the table with the first pixel of each crop, and of the other pixels relative to it.
         corners = (indices * padded_height + top) * padded_width + left
         plain_grid = torch.arange(height)[:, None] * padded_width + torch.arange(width)
-        mirrored_grid = plain_grid.flip(1) if self.flip else plain_grid
+        mirrored_grid = plain_grid
+        if self.flip:
+            mirrored_grid = plain_grid.flip(1)
         place = self._table.device
         grids = torch.stack([plain_grid.flatten(), mirrored_grid.flatten()]).to(place)
-        for corner, grid_number in zip(
-            torch.split(corners.to(place), sizes), torch.split(mirror.to(place), sizes), strict=True
-        ):
+        corner_batches = torch.split(corners.to(place), sizes)
+        mirror_batches = torch.split(mirror.to(place), sizes)
+        for corner, grid_number in zip(corner_batches, mirror_batches, strict=True):
             pixels = (corner[:, None] + grids.index_select(0, grid_number)).flatten()
             images = self._table.index_select(0, pixels).reshape(-1, height, width, channels)
             images = _to_device(images, self.device).permute(0, 3, 1, 2)
-            yield self.normalize(images if self.channels_last else images.contiguous())
+            if not self.channels_last:
+                images = images.contiguous()
+            yield self.normalize(images)
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:
@@ -146,7 +161,9 @@ def _place(images: Tensor, device: torch.device) -> torch.device:
     if device.type == "cpu":
         return device
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-    return device if images.numel() <= free_bytes // 2 else CPU
+    if images.numel() <= free_bytes // 2:
+        return device
+    return CPU
 
 
 def _to_device(images: Tensor, device: torch.device) -> Tensor:
@@ -177,7 +194,9 @@ class StreamingSplit:
 
     def batches(self, index_batches: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
         """See PreloadedSplit.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
-        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        memory_format = torch.contiguous_format
+        if self.channels_last:
+            memory_format = torch.channels_last
         loader = torch.utils.data.DataLoader(
             _EpochImages(self.source, self.augment_seed, epoch),
             batch_sampler=[part.tolist() for part in index_batches if len(part)],
@@ -190,8 +209,9 @@ class StreamingSplit:
                 on_device = images.to(self.device, non_blocking=True).contiguous(memory_format=memory_format)
                 yield self.normalize(on_device), labels.to(self.device, non_blocking=True)
         except DataError as error:
-            # An error from a worker process has the traceback in its text; only the message is kept.
-            raise DataError(str(error).strip().rsplit("DataError: ", 1)[-1]) from None
+            # The text of an error from a worker process begins with the traceback; only the message is kept.
+            message = str(error).strip().rsplit("DataError: ", 1)[-1]
+            raise DataError(message) from None
 
 
 @dataclass(frozen=True)
@@ -219,6 +239,12 @@ log = logging.getLogger(__name__)
 PRELOAD_MAX_BYTES = 1 << 30
 #: Test samples per rank and batch. Without gradients, they need less memory than a training batch of usual size.
 EVAL_BATCH_SIZE = 256
+#: Synthetic data have one test image for so many training images.
+_SYNTHETIC_TRAIN_PER_TEST = 5
+#: One of so many digits of each class is for testing.
+_DIGITS_TEST_EVERY = 5
+#: Largest value of scikit-learn's digits.
+_DIGITS_MAX_VALUE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,25 +278,22 @@ def load_datasets(
     train: ImageSource
     test: ImageSource
     if data.name == "synthetic":
-        common = {"num_classes": data.num_classes, "image_size": size, "in_channels": spec.in_channels, "seed": seed}
-        train = SyntheticImages(num_samples=data.num_samples, split=0, **common)
-        test = SyntheticImages(num_samples=max(data.num_classes, data.num_samples // 5), split=1, **common)
+        train, test = _synthetic_sources(data, seed, size)
     elif data.name == "image_folder":
         folder = find_or_raise(data.name, Path(data.root).expanduser())
-        root = folder.parent
-        test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-        if test_folder is None:
-            raise DataError(f"image_folder needs {root}/val or {root}/test beside {folder}, found neither")
+        test_folder = _test_folder_of(folder)
         names = tuple(class_names(folder))
-        train, test = (
-            FolderImages(*list_images(each, names), image_size=size, num_threads=data.num_workers)
-            for each in (folder, test_folder)
-        )
+        train = _folder_source(folder, names, size, data.num_workers)
+        test = _folder_source(test_folder, names, size, data.num_workers)
     else:
-        train, test = (TensorImages(*arrays, image_size=size, flip=spec.flip) for arrays in _arrays(data))
+        train_arrays, test_arrays = _arrays(data)
+        train = TensorImages(*train_arrays, image_size=size, flip=spec.flip)
+        test = TensorImages(*test_arrays, image_size=size, flip=spec.flip)
     normalize = Normalize(spec.mean, spec.std, device)
     options = {"normalize": normalize, "device": device, "channels_last": channels_last}
-    train_options = {**options, "augment_seed": seed if data.augment else None}
+    train_options: dict[str, Any] = {**options, "augment_seed": None}
+    if data.augment:
+        train_options["augment_seed"] = seed
     return ImageData(
         train=_split(train, data, train_options, flip=spec.flip, preload=preload),
         test=_split(test, data, options, flip=spec.flip, preload=preload),
@@ -281,7 +304,36 @@ def load_datasets(
     )
 
 
+def _synthetic_sources(data: DataConfig, seed: int, size: int) -> tuple[SyntheticImages, SyntheticImages]:
+    """Return training and test images; each class has at least one test image."""
+    common = {
+        "num_classes": data.num_classes,
+        "image_size": size,
+        "in_channels": DATASETS[data.name].in_channels,
+        "seed": seed,
+    }
+    num_test = max(data.num_classes, data.num_samples // _SYNTHETIC_TRAIN_PER_TEST)
+    train = SyntheticImages(num_samples=data.num_samples, split=0, **common)
+    test = SyntheticImages(num_samples=num_test, split=1, **common)
+    return train, test
+
+
+def _test_folder_of(train_folder: Path) -> Path:
+    """Return the folder `val` or, without one, `test` beside the folder of the training images."""
+    root = train_folder.parent
+    for name in ("val", "test"):
+        if (root / name).is_dir():
+            return root / name
+    raise DataError(f"image_folder needs {root}/val or {root}/test beside {train_folder}, found neither")
+
+
+def _folder_source(folder: Path, names: Sequence[str], size: int, num_threads: int) -> FolderImages:
+    files, labels = list_images(folder, names)
+    return FolderImages(files, labels, image_size=size, num_threads=num_threads)
+
+
 def _split(source: ImageSource, data: DataConfig, options: dict[str, Any], *, flip: bool, preload: bool) -> Split:
+    """Return the source as a split: in memory if it is small enough, else read while training."""
     # Random crops of image files need the original sizes.
     needs_files = isinstance(source, FolderImages) and options.get("augment_seed") is not None
     num_bytes = len(source.labels) * torch.Size(source.shape).numel()
@@ -295,23 +347,35 @@ _Arrays = tuple[Tensor, Tensor]  # images uint8 [N, C, H, W], labels int64 [N]
 
 
 def _arrays(data: DataConfig) -> tuple[_Arrays, _Arrays]:
+    """Return training and test images of a dataset that is read as a whole."""
     if data.name == "digits":
-        images, labels = read_digits()
-        pixels = (images.float() * (255 / 16)).round().to(torch.uint8)
-        # Every fifth image of each class is for testing, independent of random numbers.
-        is_test = torch.zeros(len(labels), dtype=torch.bool)
-        for label in range(10):
-            is_test[(labels == label).nonzero().flatten()[::5]] = True
-        return (pixels[~is_test], labels[~is_test]), (pixels[is_test], labels[is_test])
+        return _digits_arrays()
     folder = find_or_raise(data.name, Path(data.root).expanduser())
     if data.name == "cifar10":
         *train, test = [read_cifar10_batch(folder / name) for name in CIFAR10_MD5]
-        return (torch.cat([images for images, _ in train]), torch.cat([labels for _, labels in train])), test
-    first, second = (
-        read_idx_pair(*(idx_file(folder, name) or folder / name for name in IDX_FILES[split]), num_classes=10)
-        for split in ("train", "test")
-    )
-    return first, second
+        images = torch.cat([images for images, _ in train])
+        labels = torch.cat([labels for _, labels in train])
+        return (images, labels), test
+    return _idx_arrays(folder, "train"), _idx_arrays(folder, "test")
+
+
+def _digits_arrays() -> tuple[_Arrays, _Arrays]:
+    """Return training and test digits. The test digits are the first of every five of a class: nothing is drawn."""
+    images, labels = read_digits()
+    pixels = (images.float() * (255 / _DIGITS_MAX_VALUE)).round().to(torch.uint8)
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(10):
+        indices = (labels == label).nonzero().flatten()
+        is_test[indices[::_DIGITS_TEST_EVERY]] = True
+    return (pixels[~is_test], labels[~is_test]), (pixels[is_test], labels[is_test])
+
+
+def _idx_arrays(folder: Path, split: str) -> _Arrays:
+    """Return the images of a split of an MNIST-like dataset, whose files may be packed."""
+    images_name, labels_name = IDX_FILES[split]
+    images_path = idx_file(folder, images_name) or folder / images_name
+    labels_path = idx_file(folder, labels_name) or folder / labels_name
+    return read_idx_pair(images_path, labels_path, num_classes=10)
 
 
 # Digests of datasets, by which reviewers see whether two runs read the same data.
@@ -326,43 +390,57 @@ def log_image_data(ctx: Context, cfg: DataConfig, data: ImageData, seed: int) ->
     """Declare both splits of an image dataset on rank 0; on other ranks the call has no effect."""
     if not ctx.is_main:
         return
-    source = "scikit-learn" if cfg.name == "digits" else "generated" if cfg.name == "synthetic" else cfg.root
+    sources = {"digits": "scikit-learn", "synthetic": "generated"}
+    source = sources.get(cfg.name, cfg.root)
     for split, images in (("train", data.train), ("test", data.test)):
         digest = _digest_of_split(images, seed, split)
         ctx.report.log_dataset(cfg.name, split=split, num_samples=len(images), digest=digest, source=source)
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest of tensors, texts and JSON values, 8 hexadecimal digits as MLflow's own, for its column."""
-    found = hashlib.sha256()
+    """Return a digest of tensors, texts and JSON values: 8 hexadecimal digits, as MLflow's own digests have."""
+    digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
-            found.update(f"{part.dtype} {list(part.shape)} ".encode())
-            found.update(part.contiguous().cpu().numpy().data)
+            digest.update(f"{part.dtype} {list(part.shape)} ".encode())
+            digest.update(part.contiguous().cpu().numpy().data)
         else:
-            found.update(json.dumps(part, sort_keys=True, default=str).encode())
-    return found.hexdigest()[:8]
+            digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:8]
+
+
+def _spacing(count: int, most: int) -> int:
+    """Return the step of a slice that takes at most `most` of `count` elements."""
+    return max(1, math.ceil(count / most))
 
 
 def _digest_of_split(images: Split, seed: int, split: str) -> str:
-    """Return a digest of all labels and of evenly spaced images, or of what determines the images."""
+    """Return a digest of all labels and of evenly spaced images.
+
+    For image files, the images are represented by all names and the sizes of evenly spaced files; for synthetic images
+    by the values that determine them.
+    """
     source = images if isinstance(images, PreloadedSplit) else images.source
     content: list[Any]
     if isinstance(source, FolderImages):
-        spaced = source.files[:: -(-len(source.files) // _MAX_FILES) or 1]
         names = [f"{path.parent.name}/{path.name}" for path in source.files]
-        content = [names, [path.stat().st_size for path in spaced]]
+        spaced = source.files[:: _spacing(len(source.files), _MAX_FILES)]
+        sizes = [path.stat().st_size for path in spaced]
+        content = [names, sizes]
     elif isinstance(source, SyntheticImages):
         content = [[seed, split, list(source.shape)]]
     else:
-        num_images = min(_MAX_IMAGES, max(1, _MAX_BYTES // max(1, source.images[:1].numel())))
-        content = [source.images[:: -(-len(source.images) // num_images) or 1]]
+        image_bytes = max(1, source.images[:1].numel())
+        num_images = max(1, min(_MAX_IMAGES, _MAX_BYTES // image_bytes))
+        content = [source.images[:: _spacing(len(source.images), num_images)]]
     return digest_of(images.labels, *content)
 
 
 # Image classifiers: a small CNN for digit-like images, and torchvision's ResNets.
 
 SIMPLE_CNN_MIN_SIZE = 4  # at least one pixel remains after two 2x2 poolings
+#: Channels of the images that torchvision's ResNets take.
+_RESNET_IN_CHANNELS = 3
 
 
 class SimpleCNN(nn.Module):
@@ -380,6 +458,7 @@ class SimpleCNN(nn.Module):
         self.fc2 = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of images."""
         # ReLU and max-pooling commute; pooling first reduces the elements for ReLU to a quarter.
         x = F.relu(F.max_pool2d(self.conv1(images), 2))
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
@@ -389,18 +468,19 @@ class SimpleCNN(nn.Module):
 
 
 def build_model(name: str, *, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Return a freshly initialised (from torch's global generator) classifier on the CPU, logits [B, num_classes].
+    """Return a classifier on the CPU with logits [B, num_classes], initialised from torch's global generator.
 
     `name` is one of hpcdist.data.MODEL_NAMES. A ResNet is torchvision's own; only its first convolution
     is replaced when `in_channels` is not 3. Raises ConfigError on an unknown name or too small an image.
     """
-    if problems := model_name_problems(name):
+    problems = model_name_problems(name)
+    if problems:
         raise ConfigError(*problems)
     if name in RESNET_NAMES:
         from torchvision.models import resnet  # imported here because it takes 0.9 s, which simple_cnn does not need
 
         model: nn.Module = getattr(resnet, name)(weights=None, num_classes=num_classes)
-        if in_channels != 3:
+        if in_channels != _RESNET_IN_CHANNELS:
             stem = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
             model.conv1 = stem

@@ -49,7 +49,10 @@ _FIX = "put it there or point data.root (or HPCDIST_DATA_DIR) at it"
 
 def idx_file(folder: Path, name: str) -> Path | None:
     """Return the path of the IDX file `name` in `folder`, plain or .gz, or None."""
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    return None
 
 
 def find(name: str, root: Path) -> Path | None:
@@ -61,7 +64,9 @@ def find(name: str, root: Path) -> Path | None:
         is_complete = all((folder / file).is_file() for file in CIFAR10_MD5)
     else:
         is_complete = all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
-    return folder if is_complete else None
+    if not is_complete:
+        return None
+    return folder
 
 
 def find_or_raise(name: str, root: Path) -> Path:
@@ -82,7 +87,10 @@ def digits_path() -> Path:
 
 def missing(data: DataConfig) -> str:
     """Return a message if the dataset is not on disk, else an empty string."""
-    if data.name not in FOLDERS or find(data.name, root := Path(data.root).expanduser()):
+    if data.name not in FOLDERS:  # it needs no files below data.root
+        return ""
+    root = Path(data.root).expanduser()
+    if find(data.name, root):
         return ""
     return _not_found(data.name, root)
 
@@ -139,9 +147,10 @@ def _fetch(name: str, folder: Path) -> None:
     from torchvision import datasets
 
     classes = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}
-    before = socket.getdefaulttimeout()
+    dataset = getattr(datasets, classes[name])
+    previous_timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SOCKET_TIMEOUT_S)
     try:
-        getattr(datasets, classes[name])(folder, train=False, download=True)
+        dataset(folder, train=False, download=True)
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(previous_timeout_s)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # torchvision's transforms draw from a global generator. Without it, an epoch that resumes in the middle, or on another
 # number of ranks, has exactly the same samples as an uninterrupted one.
 
+#: Pixels on each side, and so the largest shift of a random crop.
 CROP_PADDING = 4
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
@@ -70,11 +71,16 @@ def crop_image(image: Tensor, sample_hash: int, *, flip: bool) -> Tensor:
     top, left, mirror = crop_params(sample_hash)
     height, width = image.shape[-2:]
     crop = pad(image)[:, top : top + height, left : left + width]
-    return crop.flip(-1) if flip and mirror else crop
+    if flip and mirror:
+        return crop.flip(-1)
+    return crop
 
 
 def random_resized_box(image: "Image", sample_hash: int) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of 8 to 100 % of the area, with aspect ratio from 3/4 to 4/3."""
+    """Return a random box (left, top, right, bottom) in an image, determined by the hash.
+
+    It covers 8 to 100 % of the area and has an aspect ratio from 3/4 to 4/3, as in training on ImageNet.
+    """
     from torchvision.transforms import RandomResizedCrop  # takes 0.9 s, which other sources do not need
 
     with torch.random.fork_rng(devices=[]):
@@ -85,13 +91,15 @@ def random_resized_box(image: "Image", sample_hash: int) -> tuple[int, int, int,
 
 # Image sources: tensors in memory, folders of image files, and synthetic patterns.
 #
-# A source returns uint8 images of one size: `image(index, crop_hash)` one, `all_images()` all. `crop_hash` (see
+# A source returns uint8 images of one size: `image(index, crop_hash)` returns one, `all_images()` all. `crop_hash` (see
 # `sample_hashes`) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
 # transforms do not receive the index of the sample, it takes hidden folders for classes, and its errors name no file.
 
 #: PIL's decoders for these files. PIL chooses one by the content: for an EPS file of any name it starts Ghostscript.
 _IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+#: Images that are resized at once; it limits the memory for their floats.
+_RESIZE_BATCH_SIZE = 4096
 
 
 def resize(images: Tensor, size: int) -> Tensor:
@@ -99,8 +107,9 @@ def resize(images: Tensor, size: int) -> Tensor:
     if images.shape[-2:] == (size, size):
         return images
     resized = torch.empty(*images.shape[:2], size, size, dtype=torch.uint8)
-    # Parts limit the memory for floats.
-    for part, out in zip(torch.split(images, 4096), torch.split(resized, 4096), strict=True):
+    parts = torch.split(images, _RESIZE_BATCH_SIZE)
+    outputs = torch.split(resized, _RESIZE_BATCH_SIZE)
+    for part, out in zip(parts, outputs, strict=True):
         floats = F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True)
         out.copy_(floats.round_())
     return resized
@@ -116,10 +125,14 @@ class TensorImages:
         self.flip = flip
 
     def image(self, index: int, crop_hash: int | None) -> Tensor:
+        """Return one image, uint8 [C, H, W], as a random crop or, with `crop_hash` None, whole."""
         image = resize(self.images[index : index + 1], self.shape[1])[0]
-        return image if crop_hash is None else crop_image(image, crop_hash, flip=self.flip)
+        if crop_hash is None:
+            return image
+        return crop_image(image, crop_hash, flip=self.flip)
 
     def all_images(self) -> Tensor:
+        """Return all images without crops, uint8 [N, C, H, W]."""
         return resize(self.images, self.shape[1])
 
 
@@ -143,14 +156,19 @@ class SyntheticImages:
         self.noises = torch.randint(0, 64, (self.NUM_NOISES, *self.shape), dtype=torch.uint8, generator=generator)
         self.labels = torch.arange(num_samples) % num_classes
         hashes = sample_hashes(seed, split, torch.arange(num_samples))
-        self.first, self.second = hashes % self.NUM_NOISES, (hashes >> 8) % self.NUM_NOISES
+        self.first = hashes % self.NUM_NOISES
+        self.second = (hashes >> 8) % self.NUM_NOISES
 
     def image(self, index: int, crop_hash: int | None) -> Tensor:
+        """Return one image, uint8 [C, H, W], as a random crop or, with `crop_hash` None, whole."""
         noise = self.noises[self.first[index]] + self.noises[self.second[index]]
         image = self.patterns[self.labels[index]] + noise
-        return image if crop_hash is None else crop_image(image, crop_hash, flip=False)
+        if crop_hash is None:
+            return image
+        return crop_image(image, crop_hash, flip=False)
 
     def all_images(self) -> Tensor:
+        """Return all images without crops, uint8 [N, C, H, W]."""
         images = torch.empty(len(self.labels), *self.shape, dtype=torch.uint8)
         # A loop over images stays in the processor's cache: four times faster than one operation on all.
         picks = zip(self.labels.tolist(), self.first.tolist(), self.second.tolist(), strict=True)
@@ -175,28 +193,40 @@ class FolderImages:
         self.num_threads = num_threads
 
     def image(self, index: int, crop_hash: int | None) -> Tensor:
+        """Return one image, uint8 [C, H, W], as a random crop or, with `crop_hash` None, its centre.
+
+        Raises DataError if the file cannot be decoded.
+        """
         from PIL import Image  # imported here because other sources do not need it
 
         path = self.files[index]
         size = self.shape[1]
         try:
-            with Image.open(path, formats=_IMAGE_FORMATS) as opened:
-                rgb = opened.convert("RGB")
+            with Image.open(path, formats=_IMAGE_FORMATS) as file:
+                rgb = file.convert("RGB")
         except Exception as error:  # PIL's decoders document no exceptions for damaged content
             raise DataError(f"{path} cannot be read as an image ({error}): repair or remove it") from error
+        mirror = 0
         if crop_hash is None:
-            side = min(rgb.size) * self.CENTER_FRACTION
-            left, top = (rgb.width - side) / 2, (rgb.height - side) / 2
-            box: tuple[float, float, float, float] = (left, top, left + side, top + side)
+            box = self._center_box(rgb)
         else:
             box = random_resized_box(rgb, crop_hash)
+            _, _, mirror = crop_params(crop_hash)
         rgb = rgb.resize((size, size), Image.Resampling.BILINEAR, box=box)
-        if crop_hash is not None and crop_params(crop_hash)[2]:
+        if mirror:
             rgb = rgb.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
         return pixels.reshape(size, size, 3).permute(2, 0, 1).contiguous()
 
+    def _center_box(self, image: "Image") -> tuple[float, float, float, float]:
+        """Return (left, top, right, bottom) of the centre square."""
+        side = min(image.size) * self.CENTER_FRACTION
+        left = (image.width - side) / 2
+        top = (image.height - side) / 2
+        return left, top, left + side, top + side
+
     def all_images(self) -> Tensor:
+        """Return the centres of all images, uint8 [N, C, H, W], decoded in several threads."""
         images = torch.empty(len(self.files), *self.shape, dtype=torch.uint8)
         with ThreadPoolExecutor(max(1, self.num_threads)) as pool:  # PIL decodes without holding the GIL
             decoded = pool.map(lambda index: self.image(index, None), range(len(self.files)))
@@ -227,15 +257,16 @@ def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tenso
     for name in class_names(folder):
         if name not in classes:
             raise DataError(f"{folder / name} is not a class of the training images")
-        found = [path for path in _scan(folder / name) if path.suffix.lower() in IMAGE_SUFFIXES]
-        if not found:
+        class_files = [path for path in _scan(folder / name) if path.suffix.lower() in IMAGE_SUFFIXES]
+        if not class_files:
             raise DataError(f"{folder / name} has no images ({', '.join(IMAGE_SUFFIXES)})")
-        files += found
-        labels += [classes.index(name)] * len(found)
+        files += class_files
+        labels += [classes.index(name)] * len(class_files)
     return files, torch.tensor(labels)
 
 
 def _scan(folder: Path) -> list[Path]:
+    """Return the sorted paths of what a folder contains, without hidden files and folders."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -249,12 +280,24 @@ def _scan(folder: Path) -> list[Path]:
 
 #: Limit of the unpacked size; the largest file, the training images of MNIST, has 47 MB.
 MAX_BYTES = 64 << 20
+#: Start of an IDX file: two zero bytes and the type of the values, 8 for unsigned bytes.
+_IDX_MAGIC = b"\x00\x00\x08"
+#: Bytes of the start with the number of dimensions after it, and of each dimension.
+_IDX_HEADER_BYTES = 4
+_IDX_DIM_BYTES = 4
+#: Limit of the dimensions of an IDX file; images have two to four.
+_IDX_MAX_DIMS = 8
+#: Height and width of scikit-learn's digits.
+_DIGIT_SIZE = 8
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytearray:
     """Return the content of `path`, unpacked if its name ends in .gz, at most `max_bytes`."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        if path.suffix == ".gz":
+            with gzip.open(path) as packed:
+                return bytearray(packed.read(max_bytes))
+        with open(path, "rb") as file:
             return bytearray(file.read(max_bytes))
     except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise DataError(f"{path} cannot be read ({error}): download it again or check its permissions") from error
@@ -267,28 +310,36 @@ def read_idx(path: Path) -> Tensor:
     uint32, then the values (http://yann.lecun.com/exdb/mnist/).
     """
     raw = read_bytes(path)
-    num_dims = raw[3] if len(raw) >= 4 else 0
-    offset = 4 + 4 * num_dims
-    # Images have two to four dimensions.
-    if raw[:3] != b"\x00\x00\x08" or not 0 < num_dims <= 8 or len(raw) < offset:
+    num_dims = 0
+    if len(raw) >= _IDX_HEADER_BYTES:
+        num_dims = raw[_IDX_HEADER_BYTES - 1]
+    values_begin = _IDX_HEADER_BYTES + _IDX_DIM_BYTES * num_dims
+    is_idx = raw.startswith(_IDX_MAGIC) and 0 < num_dims <= _IDX_MAX_DIMS and len(raw) >= values_begin
+    if not is_idx:
         raise DataError(f"{path} is not an IDX file of unsigned bytes: download it again")
-    shape = [int.from_bytes(raw[begin : begin + 4], "big") for begin in range(4, offset, 4)]
-    expected = offset + math.prod(shape)
-    if len(raw) != expected or expected == offset:
+    shape = []
+    for begin in range(_IDX_HEADER_BYTES, values_begin, _IDX_DIM_BYTES):
+        shape.append(int.from_bytes(raw[begin : begin + _IDX_DIM_BYTES], "big"))
+    num_values = math.prod(shape)
+    expected = values_begin + num_values
+    if len(raw) != expected or num_values == 0:
         raise DataError(f"{path} is truncated or damaged: {expected} bytes expected, {len(raw)} found")
-    return torch.frombuffer(raw, dtype=torch.uint8, offset=offset).reshape(shape)
+    return torch.frombuffer(raw, dtype=torch.uint8, offset=values_begin).reshape(shape)
 
 
 def read_idx_pair(images_path: Path, labels_path: Path, *, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return images uint8 [N, 1, H, W] and labels int64 [N] of an MNIST-like pair of IDX files."""
-    images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+    images = read_idx(images_path)
+    labels = read_idx(labels_path)
+    num_axes = (images.dim(), labels.dim())
+    if num_axes != (3, 1) or len(images) != len(labels):
         raise DataError(
             f"{images_path} of shape {list(images.shape)} and {labels_path} of shape {list(labels.shape)} "
             "do not match: expected [N, H, W] and [N]"
         )
-    if int(labels.max()) >= num_classes:
-        raise DataError(f"{labels_path} has label {int(labels.max())}, but there are {num_classes} classes")
+    largest_label = int(labels.max())
+    if largest_label >= num_classes:
+        raise DataError(f"{labels_path} has label {largest_label}, but there are {num_classes} classes")
     return images.unsqueeze(1), labels.long()
 
 
@@ -308,8 +359,14 @@ def read_cifar10_batch(path: Path) -> tuple[Tensor, Tensor]:
 def read_digits() -> tuple[Tensor, Tensor]:
     """Return scikit-learn's 1,797 digits: uint8 [1797, 1, 8, 8] with values 0 … 16, labels int64 [1797]."""
     path = digits_path()
+    num_pixels = _DIGIT_SIZE * _DIGIT_SIZE
     try:
-        table = torch.tensor([[int(v) for v in line.split(b",")] for line in read_bytes(path).split()])
+        rows = []
+        for line in read_bytes(path).split():
+            rows.append([int(value) for value in line.split(b",")])
+        table = torch.tensor(rows)
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}): reinstall scikit-learn") from error
-    return table[:, :64].to(torch.uint8).reshape(-1, 1, 8, 8), table[:, 64].contiguous()
+    images = table[:, :num_pixels].to(torch.uint8).reshape(-1, 1, _DIGIT_SIZE, _DIGIT_SIZE)
+    labels = table[:, num_pixels].contiguous()  # each line ends with the label
+    return images, labels
