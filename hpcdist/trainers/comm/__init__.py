@@ -23,8 +23,11 @@ def parse_bytes(value: int | str) -> int:
 
     Raises ValueError for any other value, and for less than one byte.
     """
-    found = _SIZE.fullmatch(str(value).strip())
-    size = float(found[1]) * _UNITS[found[2].lower()] if found and not isinstance(value, bool) else 0.0
+    size = 0.0
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is not None and not isinstance(value, bool):
+        number, unit = match.groups()
+        size = float(number) * _UNITS[unit.lower()]
     if size < 1 or size != int(size):
         raise ValueError(f"{value!r} is not a number of bytes: write for example 65536, 64K, 256M or 1G")
     return int(size)
@@ -40,13 +43,15 @@ class CommConfig(ConfigSection):
     """Largest message; all powers of two from one element up are measured (K, M and G are powers of 1024)."""
 
     def problems(self) -> list[str]:
+        """Return a message for each invalid value of this section."""
         problems: list[str] = []
         try:
             parse_bytes(self.max_bytes)
         except ValueError as error:
             problems.append(f"max_bytes: {error}")
+        known = ", ".join(COMM_OPERATIONS)
         if not self.operations:
-            problems.append(f"operations must name at least one of {', '.join(COMM_OPERATIONS)}")
+            problems.append(f"operations must name at least one of {known}")
         for name in self.operations:
             if name in COMM_OPERATIONS:
                 continue
@@ -54,7 +59,7 @@ class CommConfig(ConfigSection):
             if instead is not None:
                 problems.append(f"operations={name} was removed: {instead}")
             else:
-                hint = suggestion(str(name), COMM_OPERATIONS, f"known are {', '.join(COMM_OPERATIONS)}")
+                hint = suggestion(str(name), COMM_OPERATIONS, f"known are {known}")
                 problems.append(f"operations: {name!r} is unknown: {hint}")
         return problems
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,8 @@ NEVER = 119
 def message(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the message of a rank: values from 0 to 112, different at each index for up to 113 ranks."""
     place = torch.arange(count)
-    return ((37 * rank + 7 * place + place // _PERIOD) % _PERIOD).to(dtype)
+    values = (37 * rank + 7 * place + place // _PERIOD) % _PERIOD
+    return values.to(dtype)
 
 
 @functools.lru_cache(maxsize=128)
@@ -74,11 +75,14 @@ class OperationKind:
 
     @property
     def has_root(self) -> bool:
+        """Whether one rank has all data."""
         return "root" in (self.source, self.result)
 
-    def hops(self, n: int) -> int:
+    def hops(self, num_ranks: int) -> int:
         """Return the number of consecutive operations in one call."""
-        return n if self.name == "send_recv" else 1
+        if self.name == "send_recv":  # around the ring of all ranks
+            return num_ranks
+        return 1
 
 
 class Operation:
@@ -90,17 +94,31 @@ class Operation:
     def __init__(
         self, kind: OperationKind, count: int, dtype: torch.dtype, device: torch.device, *, root: int = 0
     ) -> None:
-        self.kind, self.count, self.dtype, self.device, self.root = kind, count, dtype, device, root
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.part, self.is_root = count // self.size, self.rank == root
-        lengths = {"all": count, "part": self.part, "root": count if self.is_root else 0, "none": 0}
-        sent, received = lengths[kind.source], lengths[kind.result]
-        data = torch.empty(count if kind.in_place else sent, dtype=dtype, device=device)
-        self.source = data[:sent]
-        self.result = data[:received] if kind.in_place else data.new_empty(received)
+        self.kind = kind
+        self.count = count
+        self.dtype = dtype
+        self.device = device
+        self.root = root
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.part = count // self.size
+        self.is_root = self.rank == root
+        lengths = {"all": count, "part": self.part, "root": 0, "none": 0}
+        if self.is_root:
+            lengths["root"] = count
+        num_sent = lengths[kind.source]
+        num_received = lengths[kind.result]
+        if kind.in_place:
+            data = torch.empty(count, dtype=dtype, device=device)
+            self.source = data[:num_sent]
+            self.result = data[:num_received]
+        else:
+            self.source = torch.empty(num_sent, dtype=dtype, device=device)
+            self.result = torch.empty(num_received, dtype=dtype, device=device)
         self.source.zero_()  # zeros do not overflow in repeated sums; writing also allocates the pages
 
     def run(self) -> None:
+        """Call the operation once, with the buffers as they are."""
         CALLS[self.kind.name](self)
 
     def fill(self) -> None:
@@ -110,32 +128,35 @@ class Operation:
             self.source.copy_(self._input())
 
     def _input(self) -> Tensor:  # on the CPU, like the expected result
-        here, size = self.rank, self.size
+        rank, size = self.rank, self.size
         if self.kind.reduces:
-            return contribution(here, size, self.count, self.dtype)
+            return contribution(rank, size, self.count, self.dtype)
         match self.kind.name:
             case "scatter":
                 return self._parts(range(size))
             case "gather" | "all_gather":
-                return self._parts([here])
+                return self._parts([rank])
             case "all_to_all":  # a different part for each pair of ranks
-                return self._parts(range(here * size, (here + 1) * size))
-        return message(here, self.count, self.dtype)
+                return self._parts(range(rank * size, (rank + 1) * size))
+        return message(rank, self.count, self.dtype)
 
     def expected(self) -> Tensor:
-        here, size = self.rank, self.size
+        """Return the correct result on this rank, on the CPU, for the input of `fill`."""
+        rank, size = self.rank, self.size
         if self.kind.reduces:
             total = reduced(size, self.count, self.dtype)
-            return total[here * self.part :][: self.part] if self.kind.has_parts else total
+            if self.kind.has_parts:
+                return total[rank * self.part :][: self.part]
+            return total
         match self.kind.name:
             case "scatter":
-                return self._parts([here])
+                return self._parts([rank])
             case "gather" | "all_gather":
                 return self._parts(range(size))
             case "all_to_all":
-                return self._parts(range(here, size * size, size))
+                return self._parts(range(rank, size * size, size))
             case "isend_irecv":
-                return message((here - 1) % size, self.count, self.dtype)
+                return message((rank - 1) % size, self.count, self.dtype)
         return message(self.root, self.count, self.dtype)
 
     def _parts(self, numbers: Iterable[int]) -> Tensor:
@@ -143,12 +164,15 @@ class Operation:
 
     def chunks(self, data: Tensor) -> list[Tensor] | None:
         """Return the parts of all ranks at the root, None elsewhere."""
-        return list(data.chunk(self.size)) if self.is_root else None
+        if not self.is_root:
+            return None
+        return list(data.chunk(self.size))
 
 
 def _send_recv(op: Operation) -> None:
     """Pass a message around the ring of all ranks with blocking calls; the time is that of one hop."""
-    right, left = (op.rank + 1) % op.size, (op.rank - 1) % op.size
+    right = (op.rank + 1) % op.size
+    left = (op.rank - 1) % op.size
     if op.is_root:
         dist.send(op.result, right)
     dist.recv(op.result, left)
@@ -158,7 +182,8 @@ def _send_recv(op: Operation) -> None:
 
 def _isend_irecv(op: Operation) -> None:
     """Send to the right neighbour and receive from the left one at the same time, as in nccl-tests."""
-    right, left = (op.rank + 1) % op.size, (op.rank - 1) % op.size
+    right = (op.rank + 1) % op.size
+    left = (op.rank - 1) % op.size
     both = [dist.P2POp(dist.isend, op.source, right), dist.P2POp(dist.irecv, op.result, left)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -205,42 +230,66 @@ _UNSUPPORTED = re.compile(
 )
 #: Numbers of elements (of each rank's part, if there are parts): one, a few, and enough for several messages.
 _COUNTS = (1, 7, 20_011)
+#: Seconds by which one rank enters a barrier late: long enough for a rank that does not wait to leave before.
+_BARRIER_DELAY_S = 0.02
+#: Limit of the characters of a backend's message in the report.
+_MAX_REASON_LENGTH = 200
 #: Number of the check, equal on all ranks.
 _serial = itertools.count()
 
 
 def check(kind: OperationKind, dtype: str, device: torch.device, groups: Groups, *, node: str) -> CheckResult:
     """Compare the result of an operation with the exact expected result. Call it on every rank; `node` is its node."""
-    wrong, unsupported, serial = "", "", next(_serial)
-    if dist.get_world_size() >= kind.least_ranks:
+    world_size = dist.get_world_size()
+    has_ranks = world_size >= kind.least_ranks
+    serial = next(_serial)
+    wrong = ""
+    unsupported = ""
+    if has_ranks:
         try:
             # All cases, also after a wrong result, because the other ranks continue with the next case.
-            found = [_compare(operation, groups, serial) for operation in _cases(kind, DTYPES[dtype], device)]
-            wrong = next(filter(None, found), "")
+            differences = [_compare(operation, groups, serial) for operation in _cases(kind, DTYPES[dtype], device)]
+            wrong = next(filter(None, differences), "")
         except (RuntimeError, ValueError) as error:
             if not _UNSUPPORTED.search(str(error)):
                 raise
-            unsupported = " ".join(str(error).split())[:200]
-    errors = list(filter(None, groups.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")))
+            unsupported = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+    own_error = ""
+    if wrong:
+        own_error = f"rank {dist.get_rank()} on {node}: {wrong}"
+    errors = list(filter(None, groups.all_gather(own_error)))
     reasons = list(filter(None, groups.all_gather(unsupported)))
     ok: bool | None = True
     text = ""
     if errors:
-        more = f"; {len(errors) - 1} more of {dist.get_world_size()} ranks have wrong results"
-        ok, text = False, errors[0] + (more if len(errors) > 1 else "")
+        ok = False
+        text = errors[0]
+        if len(errors) > 1:
+            text += f"; {len(errors) - 1} more of {world_size} ranks have wrong results"
     elif reasons:
-        ok, text = None, f"{dist.get_backend()} does not support {kind.name} of {dtype}: {reasons[0]}"
-    elif dist.get_world_size() < kind.least_ranks:
-        ok, text = None, f"{kind.name} needs {kind.least_ranks} ranks"
+        ok = None
+        text = f"{dist.get_backend()} does not support {kind.name} of {dtype}: {reasons[0]}"
+    elif not has_ranks:
+        ok = None
+        text = f"{kind.name} needs {kind.least_ranks} ranks"
     return CheckResult(operation=kind.name, dtype=dtype, ok=ok, error=text)
 
 
 def _cases(kind: OperationKind, dtype: torch.dtype, device: torch.device) -> Iterator[Operation]:
+    """Yield an operation for each size and root that are checked, in the same order on all ranks."""
     size = dist.get_world_size()
-    for count in _COUNTS[:1] if kind.name == "barrier" else _COUNTS:
-        # The total does not grow with the world size: checks of a thousand ranks would take minutes.
-        whole = max(1, count // size) * size if kind.has_parts else count
-        for root in {0, size - 1} if kind.has_root else {0}:
+    counts: Sequence[int] = _COUNTS
+    if kind.name == "barrier":
+        counts = _COUNTS[:1]
+    roots = {0}
+    if kind.has_root:
+        roots = {0, size - 1}
+    for count in counts:
+        whole = count
+        if kind.has_parts:
+            # The total does not grow with the world size: checks of a thousand ranks would take minutes.
+            whole = max(1, count // size) * size
+        for root in roots:
             yield Operation(kind, whole, dtype, device, root=root)
 
 
@@ -251,20 +300,22 @@ def _compare(operation: Operation, groups: Groups, serial: int) -> str:
         operation.run()
         return _difference(operation)
     # One rank arrives late; no rank may leave the barrier before it.
-    found = []
-    for late in (0, operation.size - 1):
-        key = f"comm/barrier/{serial}/{late}"
-        if operation.rank == late:
-            time.sleep(0.02)
+    errors = []
+    for late_rank in (0, operation.size - 1):
+        key = f"comm/barrier/{serial}/{late_rank}"
+        if operation.rank == late_rank:
+            time.sleep(_BARRIER_DELAY_S)
         groups.store.add(key, 1)
         operation.run()
         synchronize(operation.device)
-        if (num_arrived := groups.store.add(key, 0)) < operation.size:
-            found.append(f"a rank left the barrier of {operation.size} ranks when {num_arrived} had arrived")
-    return next(iter(found), "")
+        num_arrived = groups.store.add(key, 0)
+        if num_arrived < operation.size:
+            errors.append(f"a rank left the barrier of {operation.size} ranks when {num_arrived} had arrived")
+    return next(iter(errors), "")
 
 
 def _difference(operation: Operation) -> str:
+    """Return the first wrong value of the result as text, empty if there is none."""
     if not len(operation.result):
         return ""
     got, expected = operation.result.cpu(), operation.expected()
@@ -272,7 +323,9 @@ def _difference(operation: Operation) -> str:
         return ""
     places = torch.nonzero(got != expected).flatten()
     index = int(places[0])
-    root = f" (root is rank {operation.root})" if operation.kind.has_root else ""
+    root = ""
+    if operation.kind.has_root:
+        root = f" (root is rank {operation.root})"
     dtype = str(got.dtype).removeprefix("torch.")
     return (
         f"{operation.kind.name} of {len(got)} x {dtype}{root} is wrong: at index {index} expected"

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpcdist.config.conversion import Mistake, convert_section
-from hpcdist.errors import RunFolderError, shown
+from hpcdist.errors import RunFolderError, plural, shown
 from hpcdist.host.json_files import parse_json
 from hpcdist.host.network import amount, rate, seconds
 
@@ -29,6 +29,8 @@ ARTIFACT = "comm/results.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
+    """Node and device of a rank."""
+
     rank: int
     node: str
     device: str  #: `cpu`, or the GPU's name
@@ -78,6 +80,7 @@ class Results:
     notes: list[str] = field(default_factory=list)  #: sentences for the report, such as skipped measurements
 
     def to_json(self) -> str:
+        """Return the document that `from_json` parses."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -85,14 +88,19 @@ class Results:
         """Parse the document. Raises ValueError for missing and unknown keys and for other versions."""
         mistakes: list[Mistake] = []
         try:
-            found = convert_section(cls, parse_json(text), "results", mistakes)
+            results = convert_section(cls, parse_json(text), "results", mistakes)
         except TypeError as error:  # a required key is missing, or there are no keys
             mistakes.append(" ".join(map(str, error.args)))
         if mistakes:
-            raise ValueError(
-                "; ".join(one if isinstance(one, str) else f"{one[0]} cannot be {shown(one[1])}" for one in mistakes)
-            )
-        return found
+            raise ValueError("; ".join(map(_mistake_text, mistakes)))
+        return results
+
+
+def _mistake_text(mistake: Mistake) -> str:
+    if isinstance(mistake, str):
+        return mistake
+    key, value = mistake
+    return f"{key} cannot be {shown(value)}"
 
 
 def read_results(artifacts: Path) -> Results:
@@ -114,6 +122,10 @@ def read_results(artifacts: Path) -> Results:
 #: Sizes in the tables besides the largest one, and further sizes if few of these were measured.
 SIZES, MORE_SIZES = (2**4, 2**12, 2**16, 2**20, 2**24), (1, 2**8)
 COLUMNS = 6
+#: Characters of the column of names, and of the widest column of a size.
+NAMES_WIDTH, SIZE_WIDTH = 34, 21
+#: The names of more nodes than this are abbreviated.
+MAX_NAMED_NODES = 8
 #: Width of a report in a file.
 WIDTH = 160
 CONVENTION = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
@@ -123,20 +135,20 @@ def report(results: Results, width: int) -> RenderableType:
     """Return the complete report for a width in columns."""
     parts: list[RenderableType] = [_line(heading(results)), *map(_line, _checks(results))]
     if results.rows:
-        by_size = [row for row in results.rows if row.busbw is not None]
-        sizes = _choose(sorted({row.size for row in by_size}), (width - 34) // 21)
-        parts += [
-            _by_size("time of one operation: median / p99", by_size, sizes, _time),
-            _by_size(
-                f"bandwidth: algorithm / bus, as defined by nccl-tests ({CONVENTION})", by_size, sizes, _bandwidth
-            ),
-            *(_line(f"{row.operation}: median / p99 {_time(row)}") for row in results.rows if row.busbw is None),
-        ]
+        rows_with_data = [row for row in results.rows if row.busbw is not None]
+        sizes = _choose(sorted({row.size for row in rows_with_data}), (width - NAMES_WIDTH) // SIZE_WIDTH)
+        parts.append(_by_size("time of one operation: median / p99", rows_with_data, sizes, _time))
+        bandwidth_title = f"bandwidth: algorithm / bus, as defined by nccl-tests ({CONVENTION})"
+        parts.append(_by_size(bandwidth_title, rows_with_data, sizes, _bandwidth))
+        for row in results.rows:
+            if row.busbw is None:
+                parts.append(_line(f"{row.operation}: median / p99 {_time(row)}"))
     parts += [_line(f"note: {note}") for note in results.notes]
     return Group(*parts)
 
 
 def as_text(results: Results) -> str:
+    """Return the report for a file, WIDTH columns wide."""
     page = io.StringIO()
     show(Console(file=page, width=WIDTH, color_system=None), report(results, WIDTH))
     return "".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines())
@@ -148,40 +160,49 @@ def show(console: Console, page: RenderableType) -> None:
 
 
 def heading(results: Results) -> str:
+    """Return one line about ranks, nodes, backend and versions."""
     nodes = results.nodes
-    names = ", ".join(nodes) if len(nodes) <= 8 else f"{nodes[0]}, {nodes[1]}, … {nodes[-1]}"
-    return (
-        f"{results.world_size} rank{'s' * (results.world_size != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-        f" ({names}), {results.backend} on {results.device}"
-        + (f", partition {results.partition}" if results.partition else "")
-        + f", torch {results.torch}"
-        + (f", NCCL {results.nccl}" if results.nccl else "")
-    )
+    names = ", ".join(nodes)
+    if len(nodes) > MAX_NAMED_NODES:
+        names = f"{nodes[0]}, {nodes[1]}, … {nodes[-1]}"
+    ranks_and_nodes = f"{plural(results.world_size, 'rank')} on {plural(len(nodes), 'node')} ({names})"
+    facts = [ranks_and_nodes, f"{results.backend} on {results.device}"]
+    if results.partition:
+        facts.append(f"partition {results.partition}")
+    facts.append(f"torch {results.torch}")
+    if results.nccl:
+        facts.append(f"NCCL {results.nccl}")
+    return ", ".join(facts)
 
 
 def _checks(results: Results) -> Iterator[str]:
-    right = [check for check in results.checked if check.ok]
-    missing: dict[str, list[str]] = {}
-    for check in results.checked:
-        if check.ok is None:
-            missing.setdefault(check.error, []).append(check.operation)
-    operations, types = ({getattr(check, key) for check in right} for key in ("operation", "dtype"))
-    if right:
-        yield f"correct on every rank: {len(operations)} operations × {len(types)} dtypes ({', '.join(sorted(types))})"
+    """Yield lines about correct, wrong and skipped operations."""
+    correct = [check for check in results.checked if check.ok]
+    if correct:
+        num_operations = len({check.operation for check in correct})
+        dtypes = sorted({check.dtype for check in correct})
+        yield f"correct on every rank: {num_operations} operations × {len(dtypes)} dtypes ({', '.join(dtypes)})"
     for check in results.checked:
         if check.ok is False:
             yield f"WRONG: {check.operation} of {check.dtype}: {check.error}"
-    for reason, names in missing.items():
-        yield f"skipped: {', '.join(dict.fromkeys(names))}: {reason}"
+    skipped: dict[str, list[str]] = {}  # operations by reason
+    for check in results.checked:
+        if check.ok is None:
+            skipped.setdefault(check.error, []).append(check.operation)
+    for reason, names in skipped.items():
+        different_names = dict.fromkeys(names)  # an operation has a check for each dtype
+        yield f"skipped: {', '.join(different_names)}: {reason}"
     if not results.complete:
         yield "the benchmark did not run to its end: these results are incomplete"
 
 
 def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Callable[[Row], str]) -> Group:
+    """Return a table with a row for each operation and a column for each of `sizes`."""
     cells: dict[str, dict[int, str]] = defaultdict(dict)
     for row in rows:
         cells[row.operation][row.size] = cell(row)
-    return Group(_line(title, "bold"), _table({size: amount(size) for size in sizes}, cells.items()))
+    columns = {size: amount(size) for size in sizes}
+    return Group(_line(title, "bold"), _table(columns, cells.items()))
 
 
 def _time(row: Row) -> str:
@@ -191,7 +212,9 @@ def _time(row: Row) -> str:
 def _bandwidth(row: Row) -> str:
     if row.algbw is None or row.busbw is None:
         return ""
-    return rate(row.busbw) if row.algbw == row.busbw else rate(row.algbw, row.busbw)
+    if row.algbw == row.busbw:
+        return rate(row.busbw)
+    return rate(row.algbw, row.busbw)
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -209,10 +232,15 @@ def _table(columns: Mapping[int, str], rows: Iterable[tuple[str, Mapping[int, st
 
 def _choose(sizes: Sequence[int], most: int) -> list[int]:
     """Return at most `most` of the sizes, including the largest."""
-    found = [size for size in SIZES if size in sizes]
-    found += [size for size in MORE_SIZES if size in sizes][: max(0, COLUMNS - 1 - len(found))]
-    found = sorted({*found, *sizes[-1:]} if len(found) > 1 else sizes)
+    chosen = [size for size in SIZES if size in sizes]
+    num_free = max(0, COLUMNS - 1 - len(chosen))  # beside the largest size
+    more = [size for size in MORE_SIZES if size in sizes]
+    chosen += more[:num_free]
+    if len(chosen) <= 1:  # too few of the usual sizes were measured
+        chosen = list(sizes)
+    chosen = sorted({*chosen, *sizes[-1:]})
     most = max(2, min(most, COLUMNS))
-    if len(found) > most:
-        found = [found[round(index * (len(found) - 1) / (most - 1))] for index in range(most)]
-    return found
+    if len(chosen) <= most:
+        return chosen
+    spacing = (len(chosen) - 1) / (most - 1)
+    return [chosen[round(index * spacing)] for index in range(most)]

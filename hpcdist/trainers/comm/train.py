@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 BYTES, NUMBERS = "uint8", "float32"
 #: Larger messages of an operation are skipped once one iteration would take longer than this.
 MAX_ITERATION_S = 1.0
+#: Seconds for the iterations of one point. A benchmark has hundreds of points.
+POINT_BUDGET_S = 0.02
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -59,49 +61,64 @@ class Bench:
     """The benchmark in one rank. The results are equal on every rank, and so are the points at which it yields."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
-        self.ctx, self.comm = ctx, cfg.section(CommConfig)
-        node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
-        device = "cpu" if ctx.device.type == "cpu" else Device.of(ctx.device, "").name
-        everyone = ctx.groups.all_gather((node, device))
-        self.nodes = [one[0] for one in everyone]
+        self.ctx = ctx
+        self.comm = cfg.section(CommConfig)
+        node_and_device = (_node_name(ctx), _device_name(ctx.device))
+        places = []
+        for rank, (node, device) in enumerate(ctx.groups.all_gather(node_and_device)):
+            places.append(RankPlace(rank=rank, node=node, device=device))
+        self.nodes = [place.node for place in places]
         backend = dist.get_backend()
-        self.device = torch.device("cpu") if backend == "gloo" else ctx.device
+        self.device = ctx.device
+        if backend == "gloo":
+            self.device = torch.device("cpu")
         self.watch = Stopwatch(self.device, backend)
         self.operations = [OPERATIONS[name] for name in COMM_OPERATIONS if name in self.comm.operations]
+        nccl = None
+        if ctx.device.type == NVIDIA:
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
         self.results = Results(
             backend=backend,
             device=self.device.type,
             world_size=ctx.world_size,
             torch=torch.__version__,
-            nccl=".".join(map(str, torch.cuda.nccl.version())) if ctx.device.type == NVIDIA else None,
+            nccl=nccl,
             partition=os.environ.get("SLURM_JOB_PARTITION"),
             nodes=list(dict.fromkeys(self.nodes)),
-            ranks=[RankPlace(rank=rank, node=one[0], device=one[1]) for rank, one in enumerate(everyone)],
+            ranks=places,
         )
 
     def write(self) -> None:
+        """Write the results so far, on rank 0."""
         if self.ctx.is_main:
             write_atomic(self.ctx.report.artifact(ARTIFACT), self.results.to_json())
 
     def check(self) -> Iterator[None]:
         """Check the operations. Raises CommError if a result is wrong."""
+        node = self.nodes[self.ctx.rank]
         for kind in self.operations:
-            for dtype in (BYTES,) if kind.name == "barrier" else DTYPES:
-                node = self.nodes[self.ctx.rank]
-                found = check(kind, dtype, self.device, self.ctx.groups, node=node)
-                self.results.checked.append(found)
-                if found.ok is False:
+            dtypes = list(DTYPES)
+            if kind.name == "barrier":  # which has no data
+                dtypes = [BYTES]
+            for dtype in dtypes:
+                result = check(kind, dtype, self.device, self.ctx.groups, node=node)
+                self.results.checked.append(result)
+                if result.ok is False:
                     self.write()
-                    raise CommError(found.error)
-                if found.ok is None:
-                    log.info("skipped: %s", found.error)
+                    raise CommError(result.error)
+                if result.ok is None:
+                    log.info("skipped: %s", result.error)
             yield
 
     def _is_supported(self, kind: OperationKind) -> bool:
-        measured = (kind.name, NUMBERS if kind.reduces else BYTES)
-        return not any(one.ok is None and (one.operation, one.dtype) == measured for one in self.results.checked)
+        """Return whether the check of the dtype that is measured was not skipped."""
+        measured = (kind.name, _measured_dtype(kind))
+        return all(
+            result.ok is not None for result in self.results.checked if (result.operation, result.dtype) == measured
+        )
 
     def measure(self) -> Iterator[None]:
+        """Measure the operations that the backend supports."""
         for kind in self.operations:
             if self._is_supported(kind):
                 yield from self._measure(kind)
@@ -109,42 +126,95 @@ class Bench:
 
     def _measure(self, kind: OperationKind) -> Iterator[None]:
         """Measure an operation at all sizes."""
-        dtype, num_ranks = DTYPES[NUMBERS if kind.reduces else BYTES], self.ctx.world_size
+        dtype = DTYPES[_measured_dtype(kind)]
+        num_parts = 1
+        if kind.has_parts:
+            num_parts = self.ctx.world_size
+        nominal_sizes = sizes(parse_bytes(self.comm.max_bytes), dtype)
+        if kind.name == "barrier":
+            nominal_sizes = [0]
         rows: list[Row] = []
-        for nominal in sizes(parse_bytes(self.comm.max_bytes), dtype) if kind.name != "barrier" else [0]:
-            count = elements(nominal, dtype, num_ranks if kind.has_parts else 1)
-            size = count * dtype.itemsize if nominal else 0
+        for nominal in nominal_sizes:
+            count = elements(nominal, dtype, num_parts)
+            size = 0
+            if nominal > 0:
+                size = count * dtype.itemsize
             if rows and rows[-1].bytes == size:  # rounded up to the previous size
                 continue
-            if rows and rows[-1].bytes < nominal:
-                call_s = rows[-1].median_s * kind.hops(num_ranks)
-                if call_s * nominal / rows[-1].bytes > MAX_ITERATION_S:
-                    took = f"stopped at {rows[-1].size} B, which takes {call_s:.2g} s"
-                    self.results.notes.append(f"{kind.name}: {took}")
+            if rows:
+                reason = self._reason_to_stop(kind, nominal, rows[-1])
+                if reason:
+                    self.results.notes.append(f"{kind.name}: {reason}")
                     break
-            timing = measure(
-                Operation(kind, count, dtype, self.device).run,
-                self.watch,
-                self.ctx.groups,
-                budget_s=0.02,
-                longest_s=MAX_ITERATION_S,
-                after_barrier=kind.is_one_way,
-                divided_by=kind.hops(num_ranks),
-            )
-            algbw, busbw = bandwidths(kind.name, size, timing.median_s, num_ranks) if size else (None, None)
-            row = Row(operation=kind.name, size=nominal, bytes=size, **asdict(timing), algbw=algbw, busbw=busbw)
+            row = self._measure_size(kind, count, dtype, nominal=nominal, size=size)
             rows.append(row)
             self.results.rows.append(row)
-            metrics = {f"comm/{kind.name}/median_us": 1e6 * timing.median_s}
-            if busbw is not None:
-                metrics[f"comm/{kind.name}/busbw_gb_per_s"] = busbw / 1e9
-            self.ctx.log(metrics, max(nominal, 1).bit_length() - 1)
+            self._log_metrics(row)
             yield
-        if not rows:  # `comm.max_bytes` is less than one element
-            return
-        first, last = rows[0], rows[-1]
-        bandwidth = f", {last.busbw / 1e9:.2f} GB/s (bus) at {last.size} B" if last.busbw is not None else ""
-        log.info("%s: %.0f us at %d B%s", kind.name, 1e6 * first.median_s, first.size, bandwidth)
+        if rows:  # none if `comm.max_bytes` is less than one element
+            _log_summary(rows[0], rows[-1])
+
+    def _reason_to_stop(self, kind: OperationKind, nominal: int, last: Row) -> str:
+        """Return a note if a call of this size would take too long, judged by the last size; else an empty string."""
+        if last.bytes >= nominal:
+            return ""
+        last_call_s = last.median_s * kind.hops(self.ctx.world_size)
+        call_s = last_call_s * nominal / last.bytes
+        if call_s <= MAX_ITERATION_S:
+            return ""
+        return f"stopped at {last.size} B, which takes {last_call_s:.2g} s"
+
+    def _measure_size(self, kind: OperationKind, count: int, dtype: torch.dtype, *, nominal: int, size: int) -> Row:
+        """Measure an operation with `count` elements, of `size` bytes."""
+        num_ranks = self.ctx.world_size
+        operation = Operation(kind, count, dtype, self.device)
+        timing = measure(
+            operation.run,
+            self.watch,
+            self.ctx.groups,
+            budget_s=POINT_BUDGET_S,
+            longest_s=MAX_ITERATION_S,
+            after_barrier=kind.is_one_way,
+            divided_by=kind.hops(num_ranks),
+        )
+        algbw, busbw = None, None
+        if size > 0:
+            algbw, busbw = bandwidths(kind.name, size, timing.median_s, num_ranks)
+        return Row(operation=kind.name, size=nominal, bytes=size, **asdict(timing), algbw=algbw, busbw=busbw)
+
+    def _log_metrics(self, row: Row) -> None:
+        metrics = {f"comm/{row.operation}/median_us": 1e6 * row.median_s}
+        if row.busbw is not None:
+            metrics[f"comm/{row.operation}/busbw_gb_per_s"] = row.busbw / 1e9
+        binary_logarithm = max(row.size, 1).bit_length() - 1
+        self.ctx.log(metrics, binary_logarithm)
+
+
+def _node_name(ctx: Context) -> str:
+    if ctx.topology.hosts:
+        return ctx.topology.hosts[ctx.topology.node_rank]
+    return socket.gethostname()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return Device.of(device, "").name
+
+
+def _measured_dtype(kind: OperationKind) -> str:
+    """Return the name of the data type with which an operation is measured."""
+    if kind.reduces:
+        return NUMBERS
+    return BYTES
+
+
+def _log_summary(first: Row, last: Row) -> None:
+    """Log the time at the smallest size and the bandwidth at the largest one."""
+    bandwidth = ""
+    if last.busbw is not None:
+        bandwidth = f", {last.busbw / 1e9:.2f} GB/s (bus) at {last.size} B"
+    log.info("%s: %.0f us at %d B%s", first.operation, 1e6 * first.median_s, first.size, bandwidth)
 
 
 def sizes(max_bytes: int, dtype: torch.dtype) -> list[int]:
@@ -154,14 +224,21 @@ def sizes(max_bytes: int, dtype: torch.dtype) -> list[int]:
 
 def elements(size: int, dtype: torch.dtype, num_parts: int) -> int:
     """Return the number of elements of a size in bytes, rounded up to equal parts."""
-    return -(-max(1, size // dtype.itemsize) // num_parts) * num_parts
+    count = max(1, size // dtype.itemsize)
+    part = -(-count // num_parts)  # rounded up
+    return part * num_parts
 
 
 def summary(results: Results) -> str:
-    num_passed = sum(one.ok is True for one in results.checked)
+    """Return one line with the number of checks and points, and the bandwidth of the largest all_reduce."""
+    num_passed = sum(result.ok is True for result in results.checked)
     text = f"{num_passed} checks passed; {len(results.rows)} points measured"
     rates = [(row.size, row.busbw) for row in results.rows if row.operation == "all_reduce" and row.busbw is not None]
     if rates:
         size, busbw = rates[-1]  # sizes increase
-        text += f"; all_reduce of {size >> 20 or size} {'MiB' if size >> 20 else 'B'}: {busbw / 1e9:.2f} GB/s"
+        size_mib = size >> 20
+        size_text = f"{size} B"
+        if size_mib > 0:
+            size_text = f"{size_mib} MiB"
+        text += f"; all_reduce of {size_text}: {busbw / 1e9:.2f} GB/s"
     return text

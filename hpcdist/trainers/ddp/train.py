@@ -29,6 +29,9 @@ from hpcdist.run.samples import MAX_RESULTS
 WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
 """Images, labels, and the weight of their mean loss in the gradient of an optimizer step."""
 
+#: Up to this number of ranks, the order in which gradients are added has no effect: the sum of two has only one.
+MAX_ORDER_FREE_RANKS = 2
+
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model. Every rank calls it."""
@@ -38,15 +41,19 @@ def train(ctx: Context, cfg: Config) -> None:
     scaler = build_scaler(ctx, cfg)
     # The newest valid checkpoint, None without one. It fixes the micro-batches of elastic runs, for `steps_per_epoch`.
     saved = ctx.restore()
+    position = None
+    if saved is not None:
+        position = saved.trainer["position"]
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
-    progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), saved.trainer["position"] if saved else None)
+    progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), position)
     meter = Meter.restore(ctx, saved)
     # Loads the checkpoint into all of them; then, after each step, asks for a stop, and saves what is due.
     steps = ctx.steps(
         progress.total_steps, model=model, optimizer=optimizer, scaler=scaler, position=progress, local=meter
     )
     ctx.timer.training_begins()  # until here counts as start-up, from here to the end of the first step as compilation
-    if ctx.world_size > 2 and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
+    is_order_free = ctx.world_size <= MAX_ORDER_FREE_RANKS
+    if not is_order_free and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
         settle_order_of_gradients(ctx, cfg, data, model)
 
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
@@ -81,13 +88,15 @@ def train_step(
 ) -> dict[str, Any]:
     """Do one optimizer step. Returns sums over this rank's micro-batches, the loss on the device."""
     loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
-    weight_sum, num_samples = 0.0, 0
+    weight_sum = 0.0
+    num_samples = 0
     for images, labels, weight in micro_batches:
         with autocast(ctx, cfg):
             loss = F.cross_entropy(model(images), labels) * weight
         scaler.scale(loss).backward()
         loss_sum += loss.detach()
-        weight_sum, num_samples = weight_sum + weight, num_samples + len(labels)
+        weight_sum += weight
+        num_samples += len(labels)
     if cfg.optim.max_grad_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
@@ -98,7 +107,10 @@ def train_step(
 
 
 def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
-    dtype = torch.float16 if cfg.precision.dtype == "fp16" else torch.bfloat16
+    """Return the context of a forward pass in `precision.dtype`; fp32 disables it."""
+    dtype = torch.bfloat16
+    if cfg.precision.dtype == "fp16":
+        dtype = torch.float16
     return torch.autocast(ctx.device.type, dtype=dtype, enabled=cfg.precision.dtype != "fp32")
 
 
@@ -107,11 +119,10 @@ def interval_metrics(
 ) -> dict[str, float]:
     """Return the training metrics since the last logged step, and count their samples in `progress`."""
     # Training waits for the device only here.
-    loss, weight, num_samples = ctx.groups.sum(
-        [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]
-    )
+    own_sums = [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]
+    loss_sum, weight_sum, num_samples = ctx.groups.sum(own_sums)
     return {
-        "train/loss": loss / weight,
+        "train/loss": loss_sum / weight_sum,
         "train/lr": optimizer.param_groups[0]["lr"],
         "train/epoch": progress.epochs,
         "train/samples_per_s": num_samples / meter.elapsed_s,
@@ -133,6 +144,7 @@ def open_data(ctx: Context, cfg: Config) -> ImageData:
 
 
 def build_scaler(ctx: Context, cfg: Config) -> torch.amp.GradScaler:
+    """Return the scaler of the loss, which has an effect for fp16 only."""
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
     # Its first call initialises it. In an elastic run a rank may have no samples in a step, and so make no call.
     scaler.scale(torch.zeros((), device=ctx.device))
@@ -158,17 +170,29 @@ def epoch_steps(
     In an elastic run (`data.global_batch_size`) they are a part of a global batch that is the same for any number of
     ranks; a rank may have none in the last step of an epoch.
     """
-    if cfg.data.global_batch_size is None:
-        whole_epoch = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
-        batches = data.train.batches(list(whole_epoch[progress.step_in_epoch :]), epoch=progress.epoch)
-        return (iter([(*batch, 1.0)]) for batch in batches)
-    index_batches = ctx.elastic.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
+    if cfg.data.global_batch_size is not None:
+        return elastic_steps(ctx, data, model, progress)
+    whole_epoch = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
+    remaining = list(whole_epoch[progress.step_in_epoch :])
+    batches = data.train.batches(remaining, epoch=progress.epoch)
+    return (iter([(*batch, 1.0)]) for batch in batches)
+
+
+def elastic_steps(
+    ctx: Context, data: ImageData, model: DistributedDataParallel, progress: Progress
+) -> Iterator[Iterator[WeightedBatch]]:
+    """Return this rank's micro-batches of each optimizer step of an elastic run, from the current step on."""
+    num_samples = len(data.train)
+    index_batches = ctx.elastic.division(num_samples).rank_indices(progress.epoch, progress.step_in_epoch)
     batches = data.train.batches(index_batches, epoch=progress.epoch)
-    # When its last micro-batch has been taken, DDP or `micro_batches` itself has summed the gradients over the ranks.
-    return (
-        ((*next(batches), micro.weight) for micro in ctx.elastic.micro_batches(model, step, len(data.train)))
-        for step in itertools.count(progress.step)
-    )
+
+    def micro_batches(step: int) -> Iterator[WeightedBatch]:
+        # When its last micro-batch has been taken, DDP or `elastic.micro_batches` has summed the gradients over ranks.
+        for micro in ctx.elastic.micro_batches(model, step, num_samples):
+            images, labels = next(batches)
+            yield images, labels, micro.weight
+
+    return map(micro_batches, itertools.count(progress.step))
 
 
 def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:
@@ -202,13 +226,14 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
     """Let DDP choose now in which order it adds gradients, so that resumed and uninterrupted runs round alike.
 
-    `settle_buckets` leaves weights, buffers and random number generators as they are. Two ranks have only one order.
+    `settle_buckets` leaves weights, buffers and random number generators as they are.
     """
     batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:
         division = ctx.elastic.division(len(data.train))
         batch_size = max(1, division.global_batch_size // division.num_micro_batches)  # of a micro-batch
-    images, labels = next(data.test.batches([torch.arange(batch_size) % len(data.test)]))
+    indices = torch.arange(batch_size) % len(data.test)
+    images, labels = next(data.test.batches([indices]))
 
     def loss() -> Tensor:
         with autocast(ctx, cfg):
@@ -226,7 +251,9 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
             dist.broadcast(buffer, src=0)
     module.eval()
     results = [torch.zeros(2, 0, device=ctx.device)]  # loss and correctness of each sample
-    num_cells = data.num_classes**2 if data.num_classes <= MAX_CLASSES else 0
+    num_cells = 0  # of the confusion matrix; 0 disables it
+    if data.num_classes <= MAX_CLASSES:
+        num_cells = data.num_classes**2
     confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
     indices = torch.arange(len(data.test))[ctx.rank :: ctx.world_size]  # without padding; shares may be empty
     for images, labels in data.test.batches(indices.split(EVAL_BATCH_SIZE)):
@@ -239,7 +266,8 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
             confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
         ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
     by_sample = torch.cat(results, dim=1).cpu().double()
-    loss, correct, *cells = ctx.groups.sum([*by_sample.sum(dim=1).tolist(), *confusion.tolist()])
+    own_sums = [*by_sample.sum(dim=1).tolist(), *confusion.tolist()]
+    loss, correct, *cells = ctx.groups.sum(own_sums)
     if len(data.test) <= MAX_RESULTS:  # the result of each sample, by which `hpcdist compare` pairs two runs
         ctx.report.log_samples("eval/loss", by_sample[0], indices)
         ctx.report.log_samples("eval/accuracy", by_sample[1], indices)
@@ -250,11 +278,13 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
 
 def confusion_matrix(counts: Sequence[float], class_names: Sequence[str] = ()) -> Matrix:
     """Return the confusion matrix of numbers of samples by true and predicted class, row by row."""
-    size = math.isqrt(len(counts))
+    num_classes = math.isqrt(len(counts))
+    names = list(class_names) or [str(index) for index in range(num_classes)]
+    rows = [list(counts[row * num_classes :][:num_classes]) for row in range(num_classes)]
     return Matrix(
         title="confusion matrix of the test set",
         row_label="true class",
         column_label="predicted class",
-        names=list(class_names) or [str(index) for index in range(size)],
-        values=[list(counts[row * size : (row + 1) * size]) for row in range(size)],
+        names=names,
+        values=rows,
     )
