@@ -22,7 +22,7 @@ class PipelineConfig(ConfigSection):
 
 def _check(config: Config) -> list[str]:
     problems = model_name_problems(config.model.name)
-    parts = config.section(PipelineConfig).num_micro_batches
+    num_micro_batches = config.section(PipelineConfig).num_micro_batches
     if not problems and config.model.name not in RESNET_NAMES:
         problems.append(
             f"model.name={config.model.name} has no stages: trainer pipeline cuts ResNets, such as resnet50"
@@ -31,10 +31,12 @@ def _check(config: Config) -> list[str]:
         problems.append("model.compile is not for trainer pipeline: set it to false")
     if config.precision.dtype != "fp32":
         problems.append(f"precision.dtype={config.precision.dtype} is not for trainer pipeline: leave it out")
-    if config.data.batch_size % parts:
+    batch_size = config.data.batch_size
+    if batch_size % num_micro_batches:
+        next_smaller = batch_size // num_micro_batches * num_micro_batches
         problems.append(
-            f"data.batch_size={config.data.batch_size} cannot be cut into {parts} equal"
-            f" parts (pipeline.num_micro_batches): use {config.data.batch_size // parts * parts or parts}"
+            f"data.batch_size={batch_size} cannot be cut into {num_micro_batches} equal"
+            f" parts (pipeline.num_micro_batches): use {next_smaller or num_micro_batches}"
         )
     return problems
 

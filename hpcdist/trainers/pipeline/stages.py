@@ -54,13 +54,21 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
         self.units = tuple(units)
-        for name in (part for unit in units for part in _PARTS.get(unit, (unit,))):
-            parent, _, child = name.rpartition(".")
-            if parent and parent not in self._modules:
-                self.add_module(parent, nn.Module())
-            (self.get_submodule(parent) if parent else self).add_module(child, model.get_submodule(name))
+        for unit in units:
+            for name in _PARTS.get(unit, (unit,)):
+                self._register(model, name)
         # A plain list, since its modules are registered above, under the whole model's names.
         self._chain = [unit_module(model, unit) for unit in units]
+
+    def _register(self, model: nn.Module, name: str) -> None:
+        """Add the model's module `name`, such as `conv1` or `layer1.0`, to this module under the same name."""
+        parent_name, _, child_name = name.rpartition(".")
+        parent: nn.Module = self
+        if parent_name:
+            if parent_name not in self._modules:
+                self.add_module(parent_name, nn.Module())
+            parent = self.get_submodule(parent_name)
+        parent.add_module(child_name, model.get_submodule(name))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, or logits [B, num_classes], for images or activations [B, C, H, W]."""
@@ -85,10 +93,10 @@ def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str
     """Return the stages that end with the named units or layers (`layer2`, `layer3.1`), and the last stage."""
     ends = []
     for name in last_units:
-        found = [index for index, unit in enumerate(units) if unit == name or unit.startswith(f"{name}.")]
-        if not found:
+        matches = [index for index, unit in enumerate(units) if unit == name or unit.startswith(f"{name}.")]
+        if not matches:
             raise ConfigError(f"pipeline.split_points: the model has no {name!r}: its units are {', '.join(units)}")
-        ends.append(found[-1] + 1)
+        ends.append(matches[-1] + 1)
     bounds = [0, *ends, len(units)]
     if any(end <= begin for begin, end in pairwise(bounds)):
         raise ConfigError(
@@ -107,12 +115,19 @@ def cut_evenly(units: Sequence[str], costs: Sequence[float], num_stages: int) ->
         """Return the maximum cost of `count` stages over the first units, up to `end`, and the bounds of the stages."""
         if count == 0:
             return 0.0, [0]
-        begins = range(count - 1, end) if count > 1 else [0]
-        found = ((max(best(count - 1, begin)[0], sum(costs[begin:end])), begin) for begin in begins)
-        cost, begin = min(found)
-        return cost, [*best(count - 1, begin)[1], end]
+        begins = range(1)
+        if count > 1:
+            begins = range(count - 1, end)
+        choices = []
+        for begin in begins:  # of the last of these stages
+            cost_before, _ = best(count - 1, begin)
+            choices.append((max(cost_before, sum(costs[begin:end])), begin))
+        cost, begin = min(choices)
+        _, bounds_before = best(count - 1, begin)
+        return cost, [*bounds_before, end]
 
-    return [tuple(units[begin:end]) for begin, end in pairwise(best(num_stages, len(units))[1])]
+    _, bounds = best(num_stages, len(units))
+    return [tuple(units[begin:end]) for begin, end in pairwise(bounds)]
 
 
 def measure_units(model: nn.Module, images: Tensor, *, repeats: int = 3) -> list[float]:
@@ -145,19 +160,27 @@ def _now(tensor: Tensor) -> float:
 
 log = logging.getLogger(__name__)
 
+#: Value of `pipeline.split_points` for stages of about equal measured cost.
+_MEASURED = "measured"
+#: Split points by number of stages if the config has none; other numbers of stages are split by measurement.
+_DEFAULT_SPLIT_POINTS: dict[int, list[str]] = {1: [], 2: ["layer2"]}
+
 
 def choose_stages(
     ctx: Context, cfg: Config, model: nn.Module, images: Tensor, saved: Restored | None
 ) -> list[tuple[str, ...]]:
     """Return the units of every stage: from the config, from the checkpoint, or by measured cost of a micro-batch."""
-    units, num_stages = unit_names(model), ctx.world_size
-    ends = cfg.section(PipelineConfig).split_points or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
-    if ends != ["measured"]:
-        if len(ends) != num_stages - 1:
+    units = unit_names(model)
+    num_stages = ctx.world_size
+    last_units = cfg.section(PipelineConfig).split_points
+    if not last_units:
+        last_units = _DEFAULT_SPLIT_POINTS.get(num_stages, [_MEASURED])
+    if last_units != [_MEASURED]:
+        if len(last_units) != num_stages - 1:
             raise ConfigError(
-                f"pipeline.split_points={ends} needs {len(ends) + 1} stages, but roles.stage={num_stages}"
+                f"pipeline.split_points={last_units} needs {len(last_units) + 1} stages, but roles.stage={num_stages}"
             )
-        return cut_after(units, ends)
+        return cut_after(units, last_units)
     if saved is not None and saved.world_size == num_stages:
         return [tuple(stage) for stage in saved.trainer["units"]]
     costs = [0.0] * len(units)
@@ -165,7 +188,11 @@ def choose_stages(
         costs = measure_units(model.to(ctx.device), images.to(ctx.device))
     costs = ctx.groups.sum(costs)
     stages = cut_evenly(units, costs, num_stages)
-    parts = [f"{stage[-1]} {sum(costs[units.index(unit)] for unit in stage):.3g} s" for stage in stages]
+    cost_of_unit = dict(zip(units, costs, strict=True))
+    parts = []
+    for stage in stages:
+        stage_cost_s = sum(cost_of_unit[unit] for unit in stage)
+        parts.append(f"{stage[-1]} {stage_cost_s:.3g} s")
     log.info("split by measured cost of a micro-batch; last unit and cost of each stage: %s", ", ".join(parts))
     return stages
 
@@ -186,10 +213,13 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[tup
     (arXiv:2104.04473): all micro-batches of a step use the same weights.
     """
     num_ahead = min(num_stages - stage - 1, num_micro_batches)
-    actions = [("forward", m) for m in range(num_ahead)]
-    for done in range(num_micro_batches - num_ahead):
-        actions += [("forward", num_ahead + done), ("backward", done)]
-    return actions + [("backward", m) for m in range(num_micro_batches - num_ahead, num_micro_batches)]
+    num_alternating = num_micro_batches - num_ahead
+    passes = [("forward", number) for number in range(num_ahead)]
+    for number in range(num_alternating):
+        passes.append(("forward", num_ahead + number))
+        passes.append(("backward", number))
+    passes += [("backward", number) for number in range(num_alternating, num_micro_batches)]
+    return passes
 
 
 def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
@@ -199,6 +229,8 @@ def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
 
 #: Seconds to wait for a tensor before the sender is called to check that it is alive.
 CHECK_INTERVAL_S = 1.0
+#: Batches by which a stage may be ahead of the next one without gradients; it limits the activations in memory.
+MAX_BATCHES_AHEAD = 2
 
 Kind = Literal["activation", "gradient", "done"]
 
@@ -281,11 +313,16 @@ class RpcEngine:
         The first stage has the images [B, 3, H, W], the last stage has the labels, int64 [B], and returns the loss; the
         others return zero. Every stage calls it with the same `num_micro_batches`.
         """
-        image_parts = () if images is None else images.chunk(num_micro_batches)
-        label_parts = () if labels is None else labels.chunk(num_micro_batches)
-        size = 0 if labels is None else len(labels)
-        total = torch.zeros((), device=next(self.stage.parameters()).device)
-        open_parts: dict[int, tuple[Tensor, Tensor]] = {}
+        image_parts: tuple[Tensor, ...] = ()
+        if images is not None:
+            image_parts = images.chunk(num_micro_batches)
+        label_parts: tuple[Tensor, ...] = ()
+        batch_size = 0
+        if labels is not None:
+            label_parts = labels.chunk(num_micro_batches)
+            batch_size = len(labels)
+        loss_sum = torch.zeros((), device=next(self.stage.parameters()).device)
+        open_parts: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of micro-batches without a backward pass
         waited_s = self._wire.waited_s
         for kind, number in one_f_one_b(self._index, self._num_stages, num_micro_batches):
             if kind == "forward":
@@ -295,25 +332,34 @@ class RpcEngine:
                     x = image_parts[number]
                 y = self.stage(x)
                 if self._is_last:
-                    y = F.cross_entropy(y, label_parts[number], reduction="sum") / size
-                    total += y.detach()
+                    y = F.cross_entropy(y, label_parts[number], reduction="sum") / batch_size
+                    loss_sum += y.detach()
                 else:
                     self._wire.send(self._index + 1, "activation", y.detach())
                 open_parts[number] = (x, y)
             else:
                 x, y = open_parts.pop(number)
-                y.backward(None if self._is_last else self._wire.receive(self._index + 1, "gradient"))
+                y.backward(self._receive_output_gradient())
                 if x.grad is not None:
                     self._wire.send(self._index - 1, "gradient", x.grad)
         self.idle_s += self._wire.waited_s - waited_s
-        return total
+        return loss_sum
+
+    def _receive_output_gradient(self) -> Tensor | None:
+        """Return the gradient of the oldest open output; None in the last stage, whose output is the loss."""
+        if self._is_last:
+            return None
+        return self._wire.receive(self._index + 1, "gradient")
 
     @torch.no_grad()
     def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
         """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
         num_ahead = 0
         for images in batches:
-            y = self.stage(self._wire.receive(self._index - 1, "activation") if images is None else images)
+            x = images
+            if x is None:
+                x = self._wire.receive(self._index - 1, "activation")
+            y = self.stage(x)
             if self._index > 0:
                 self._wire.send(self._index - 1, "done", torch.empty(0))
             if self._is_last:
@@ -321,7 +367,7 @@ class RpcEngine:
                 continue
             self._wire.send(self._index + 1, "activation", y)
             num_ahead += 1
-            if num_ahead > 2:  # batches by which a stage may be ahead of the next one
+            if num_ahead > MAX_BATCHES_AHEAD:
                 self._wire.receive(self._index + 1, "done")
                 num_ahead -= 1
             yield None

@@ -45,13 +45,18 @@ from hpcdist.trainers.pipeline.stages import (
     use_onednn_for_pointwise,
 )
 
+#: Channels of the images: stages are parts of ResNets for colour images.
+RGB_CHANNELS = 3
+
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model. Every stage calls it."""
     ctx.roles.require(stage=None)  # any number
+    model = None
     with open_stage(ctx, cfg) as setup:
         train_stage(ctx, cfg, setup)
-        model = gather_model(ctx, cfg, setup) if ctx.end_reason else None
+        if ctx.end_reason:  # empty after a stop
+            model = gather_model(ctx, cfg, setup)
     # After the end of RPC, whose calls have a shorter time limit than an export may take.
     if model is not None:
         images, _ = next(setup.data.test.batches([torch.arange(2)]))  # two images
@@ -60,7 +65,8 @@ def train(ctx: Context, cfg: Config) -> None:
 
 def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    data, engine, optimizer, progress, meter = setup.data, setup.engine, setup.optimizer, setup.progress, setup.meter
+    data, engine, optimizer = setup.data, setup.engine, setup.optimizer
+    progress, meter = setup.progress, setup.meter
     num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
     steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, setup))
     ctx.timer.training_begins()  # the time until here counts as start-up
@@ -89,30 +95,30 @@ def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
 def save_step(ctx: Context, setup: "StageSetup", step: int, metrics: Mapping[str, float]) -> None:
     """Save on every rank; each stage adds its own part of the model."""
     stage = setup.engine.stage
-    state = {"position": setup.progress.state_dict(), "units": [list(names) for names in setup.stage_units]}
+    trainer = {"position": setup.progress.state_dict(), "units": [list(units) for units in setup.stage_units]}
     names = [name for name, _ in stage.named_parameters()]  # the order in the optimizer, in one group
-    states = {names[index]: it for index, it in setup.optimizer.state_dict()["state"].items()}
+    states = {names[index]: state for index, state in setup.optimizer.state_dict()["state"].items()}
     shard = Shard(model=stage.state_dict(), trainer={"optimizer": states})
-    ctx.save(step, model=None, trainer=state, local=setup.meter.state_dict(), metrics=metrics, shard=shard)
+    ctx.save(step, model=None, trainer=trainer, local=setup.meter.state_dict(), metrics=metrics, shard=shard)
 
 
 def train_step(
     cfg: Config, setup: "StageSetup", images: Tensor | None, labels: Tensor | None, num_micro_batches: int
 ) -> dict[str, Any]:
     """Do one optimizer step of this stage. Returns sums for the metrics; all stages but the last have a loss of 0."""
-    idle_s = setup.engine.idle_s
+    idle_s_before = setup.engine.idle_s
     loss = setup.engine.step(images, labels, num_micro_batches)
     if cfg.optim.max_grad_norm is not None:
         # By the norm of the whole model's gradient, which does not depend on the split.
         gradients = [parameter.grad for parameter in setup.engine.stage.parameters() if parameter.grad is not None]
         norms = torch.zeros(setup.num_parameters, device=gradients[0].device)
-        own = slice(setup.first_parameter, setup.first_parameter + len(gradients))
-        norms[own] = torch.stack(torch._foreach_norm(gradients))
+        own_parameters = slice(setup.first_parameter, setup.first_parameter + len(gradients))
+        norms[own_parameters] = torch.stack(torch._foreach_norm(gradients))
         dist.all_reduce(norms)  # each element has one owner, the others add zeros
         nn.utils.clip_grads_with_norm_(setup.engine.stage.parameters(), cfg.optim.max_grad_norm, norms.norm())
     setup.optimizer.step()
     setup.optimizer.zero_grad()
-    return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.idle_s - idle_s}
+    return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.idle_s - idle_s_before}
 
 
 def interval_metrics(
@@ -120,21 +126,24 @@ def interval_metrics(
 ) -> dict[str, float]:
     """Return the training metrics since the last logged step, and each stage's time per step without waits."""
     elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
-    busy_s = [0.0] * ctx.world_size
-    busy_s[ctx.rank] = elapsed_s - idle_s
-    loss_sum, all_idle_s, all_elapsed_s, *busy_s = ctx.groups.sum(
-        [float(meter.sums["loss_sum"]), idle_s, elapsed_s, *busy_s]
-    )
-    return {
+    own_busy_s = [0.0] * ctx.world_size  # by stage, of which this rank knows its own
+    own_busy_s[ctx.rank] = elapsed_s - idle_s
+    own_sums = [float(meter.sums["loss_sum"]), idle_s, elapsed_s, *own_busy_s]
+    loss_sum, all_idle_s, all_elapsed_s, *busy_s = ctx.groups.sum(own_sums)
+    num_samples = cfg.data.batch_size * num_steps
+    num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
+    metrics = {
         "train/loss": loss_sum / num_steps,
         "train/lr": optimizer.param_groups[0]["lr"],
         "train/epoch": progress.epochs,
-        "train/samples_per_s": cfg.data.batch_size * num_steps / elapsed_s,
-        "samples": progress.add_samples(cfg.data.batch_size * num_steps),
+        "train/samples_per_s": num_samples / elapsed_s,
+        "samples": progress.add_samples(num_samples),
         "pipeline/bubble": all_idle_s / all_elapsed_s,
-        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, cfg.section(PipelineConfig).num_micro_batches),
-        **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
+        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, num_micro_batches),
     }
+    for index, seconds in enumerate(busy_s):
+        metrics[f"pipeline/busy_s/stage_{index}"] = seconds / num_steps
+    return metrics
 
 
 def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> dict[str, float]:
@@ -145,17 +154,17 @@ def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> d
     # All batches have the same size; the samples that fill up the last one are not counted.
     index_batches = (torch.arange(num_batches * size) % num_left).split(size)
 
-    def images() -> Iterator[Tensor | None]:
-        if ctx.rank > 0:
+    def image_batches() -> Iterator[Tensor | None]:
+        if ctx.rank > 0:  # only the first stage has images
             yield from [None] * num_batches
             return
-        for batch, _ in data.test.batches(index_batches):
-            yield as_rgb(cfg, batch)
+        for images, _ in data.test.batches(index_batches):
+            yield as_rgb(cfg, images)
 
     engine.stage.eval()
     loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
     num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
-    for logits, indices in zip(engine.infer(images()), index_batches, strict=True):
+    for logits, indices in zip(engine.infer(image_batches()), index_batches, strict=True):
         if logits is not None:
             num_counted = min(size, num_left)
             logits = logits[:num_counted].float()
@@ -176,26 +185,35 @@ def step_batches(
     All batches are full; the remaining samples are part of other epochs, which have another order.
     """
     size = cfg.data.batch_size
+    num_samples = len(data.train) // size * size
     generator = torch.Generator().manual_seed(cfg.seed + epoch)
-    order = torch.randperm(len(data.train), generator=generator)[: len(data.train) // size * size]
+    order = torch.randperm(len(data.train), generator=generator)[:num_samples]
     index_batches = order.split(size)[start:]
-    images = None
+    batches = None
     if ctx.rank == 0:
-        images = data.train.batches(index_batches, epoch=epoch)
+        batches = data.train.batches(index_batches, epoch=epoch)
     is_last = ctx.rank == ctx.world_size - 1
     for indices in index_batches:
-        yield (
-            None if images is None else as_rgb(cfg, next(images)[0]),
-            data.train.labels[indices].to(ctx.device) if is_last else None,
-        )
+        images, labels = None, None
+        if batches is not None:
+            images = as_rgb(cfg, next(batches)[0])
+        if is_last:
+            labels = data.train.labels[indices].to(ctx.device)
+        yield images, labels
 
 
 def as_rgb(cfg: Config, images: Tensor) -> Tensor:
     """Return images [B, 3, H, W]; a grey image becomes three equal channels."""
-    if images.shape[1] == 3:
+    if images.shape[1] == RGB_CHANNELS:
         return images
-    memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
-    return images.expand(-1, 3, -1, -1).contiguous(memory_format=memory_format)
+    return images.expand(-1, RGB_CHANNELS, -1, -1).contiguous(memory_format=memory_format_of(cfg))
+
+
+def memory_format_of(cfg: Config) -> torch.memory_format:
+    """Return the memory format of images and of the model's weights."""
+    if cfg.model.channels_last:
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 # Set-up of a stage: data, split of the model, engine, and the state of a checkpoint.
@@ -224,32 +242,36 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     ctx.report.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
     if ctx.device.type == "cpu":
         use_onednn_for_pointwise(model)  # faster 1x1 convolutions, with the same names and results
-    memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
+    memory_format = memory_format_of(cfg)
     model = model.to(memory_format=memory_format)
     saved = ctx.restore()
     # At least 2: batch norm needs more than one value of a channel.
-    side, size = data.image_size, max(2, cfg.data.batch_size // pipeline.num_micro_batches)
-    example = torch.randn((size, 3, side, side), generator=torch.Generator().manual_seed(0))
+    micro_batch_size = max(2, cfg.data.batch_size // pipeline.num_micro_batches)
+    shape = (micro_batch_size, RGB_CHANNELS, data.image_size, data.image_size)
+    example = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     stage_units = choose_stages(ctx, cfg, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
     stage = Stage(model, stage_units[ctx.rank])
     del model  # frees the other stages
-    stage, wire = stage.to(ctx.device), Wire(ctx.device)
+    stage = stage.to(ctx.device)
+    first_name, _ = next(stage.named_parameters())
+    wire = Wire(ctx.device)
     with rpc_group(ctx, wire.functions) as wire.rpc:  # it sends tensors to the next stage and back
         engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
         optimizer = build_optimizer(stage.parameters(), cfg.optim)
+        position, sums = None, None
         if saved is not None:
             load_stage(stage, optimizer, saved, stage_units, ctx.rank)
-        position = saved.trainer["position"] if saved is not None else None
+            position, sums = saved.trainer["position"], saved.local
         yield StageSetup(
             data=data,
             engine=engine,
             optimizer=optimizer,
             progress=Progress(cfg, len(data.train) // cfg.data.batch_size, position),
             # Not Meter.restore: every rank counts the same steps, so that sums over ranks would be wrong.
-            meter=Meter(saved.local if saved is not None else None, ctx.device),
+            meter=Meter(sums, ctx.device),
             stage_units=stage_units,
-            first_parameter=names.index(next(name for name, _ in stage.named_parameters())),
+            first_parameter=names.index(first_name),
             num_parameters=len(names),
         )
 
@@ -269,31 +291,42 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
 
 def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
     """Return the unsplit model for three channels (grey images become three equal ones), equal on all ranks."""
-    return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
+    return build_model(
+        cfg.model.name, num_classes=data.num_classes, in_channels=RGB_CHANNELS, image_size=data.image_size
+    )
 
 
 def load_stage(
     stage: Stage, optimizer: torch.optim.Optimizer, saved: Restored, stage_units: Sequence[Sequence[str]], rank: int
 ) -> None:
     """Load the part of a checkpoint, which may be of other stages, that belongs to the stage of this rank."""
-    is_same_split = saved.trainer["units"] == [list(names) for names in stage_units]
+    owners: Sequence[int] = range(saved.world_size)
+    if saved.trainer["units"] == [list(units) for units in stage_units]:  # the same stages
+        owners = [rank]
     weights: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
-    for owner in [rank] if is_same_split else range(saved.world_size):
+    for owner in owners:
         shard = saved.shard(owner)
         assert shard is not None, "every stage owns parameters"
         weights |= shard["model"]
         states |= shard["trainer"]["optimizer"]
     stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
-    names = [name for name, _ in stage.named_parameters()]
-    optimizer.load_state_dict({"state": {index: states[name] for index, name in enumerate(names) if name in states}})
+    own_states = {}
+    for index, (name, _) in enumerate(stage.named_parameters()):
+        if name in states:
+            own_states[index] = states[name]
+    optimizer.load_state_dict({"state": own_states})
 
 
 def gather_model(ctx: Context, cfg: Config, setup: StageSetup) -> nn.Module | None:
     """Return the whole model on the CPU of rank 0, None elsewhere; call it on every rank."""
-    parts = ctx.groups.gather({name: tensor.cpu() for name, tensor in setup.engine.stage.state_dict().items()})
+    own_weights = {name: tensor.cpu() for name, tensor in setup.engine.stage.state_dict().items()}
+    parts = ctx.groups.gather(own_weights)
     if not ctx.is_main:
         return None
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        weights |= part
     model = build_whole_model(cfg, setup.data)
-    model.load_state_dict({name: tensor for part in parts for name, tensor in part.items()})
+    model.load_state_dict(weights)
     return model
