@@ -43,6 +43,7 @@ class RlConfig(ConfigSection):
     """Coefficient of the entropy bonus, which encourages exploration."""
 
     def problems(self) -> list[str]:
+        """Return a message for each invalid value of this section."""
         return [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
 
 

@@ -23,6 +23,10 @@ from hpcdist.errors import ConfigError
 log = logging.getLogger(__name__)
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+#: Seeds of gymnasium's environments are less than this number.
+SEED_LIMIT = 2**31
+#: Steps that are repeated to check that a restored state is complete: enough for the ends of some episodes.
+NUM_CHECK_STEPS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,36 +49,46 @@ class Problem:
 
         Raises ConfigError if it cannot be made or has unsupported spaces.
         """
-        observed: Any
-        acts: Any
+        observation_space: Any
+        action_space: Any
         if name.count(":") > 1:
             raise ConfigError(f"rl.env_id={name} has more than one colon: write module:Name-v0")
         try:
             with gymnasium.make(name) as env:
-                observed, acts, spec = env.observation_space, env.action_space, env.spec
+                observation_space, action_space, spec = env.observation_space, env.action_space, env.spec
                 source = type(env.unwrapped).__module__.partition(".")[0]
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-            raise ConfigError(f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"rl.env_id={name} cannot be created: {reason}") from error
         assert spec is not None
-        is_box, mistake = isinstance(acts, spaces.Box) and len(acts.shape) == 1, ""
-        if not isinstance(observed, spaces.Box) or len(observed.shape) != 1:
-            mistake = f"the observation space {observed}: trainer rl supports a Box with one axis"
-        elif not is_box and not isinstance(acts, spaces.Discrete):
-            mistake = f"the action space {acts}: trainer rl supports Discrete and a Box with one axis"
+        is_discrete = isinstance(action_space, spaces.Discrete)
+        mistake = ""
+        if not _is_vector(observation_space):
+            mistake = f"the observation space {observation_space}: trainer rl supports a Box with one axis"
+        elif not is_discrete and not _is_vector(action_space):
+            mistake = f"the action space {action_space}: trainer rl supports Discrete and a Box with one axis"
         elif spec.max_episode_steps is None:
             mistake = "no time limit: register it with max_episode_steps"
         if mistake:
             raise ConfigError(f"rl.env_id={name} has {mistake}")
-        none = np.zeros(0, np.float32)
+        if is_discrete:
+            num_outputs = int(action_space.n)
+            first_action = int(action_space.start)
+            low = high = np.zeros(0, np.float32)
+        else:
+            num_outputs = action_space.shape[0]
+            first_action = 0
+            low = action_space.low.astype(np.float32)
+            high = action_space.high.astype(np.float32)
         return cls(
             name=spec.id,
             source=source,
-            num_inputs=observed.shape[0],
-            num_outputs=acts.shape[0] if is_box else int(acts.n),
-            is_discrete=not is_box,
-            first_action=0 if is_box else int(acts.start),
-            low=acts.low.astype(np.float32) if is_box else none,
-            high=acts.high.astype(np.float32) if is_box else none,
+            num_inputs=observation_space.shape[0],
+            num_outputs=num_outputs,
+            is_discrete=is_discrete,
+            first_action=first_action,
+            low=low,
+            high=high,
             reward_threshold=spec.reward_threshold,
         )
 
@@ -84,12 +98,19 @@ class Problem:
         An unbounded dimension is unchanged.
         """
         if self.is_discrete:
-            return chosen + self.first_action if self.first_action else chosen
+            if self.first_action == 0:
+                return chosen  # without a copy
+            return chosen + self.first_action
         bounded = np.isfinite(self.low) & np.isfinite(self.high)
         half = np.where(bounded, (self.high - self.low) / 2, np.float32(1))
         centre = np.where(bounded, (self.high + self.low) / 2, np.float32(0))
         scaled: NDArray[Any] = np.clip(centre + half * chosen, self.low, self.high)
         return scaled
+
+
+def _is_vector(space: gymnasium.Space[Any]) -> bool:
+    """Return whether a space is a Box with one axis."""
+    return isinstance(space, spaces.Box) and len(space.shape) == 1
 
 
 class Step(NamedTuple):
@@ -102,21 +123,22 @@ class Step(NamedTuple):
 
 
 def make_environments(problem: Problem, num_envs: int, rng: np.random.Generator) -> "Environments":
-    """Return n environments after a reset, vectorised by the environment itself if that state can be saved."""
+    """Return n environments after a reset: their own vectorised form, if its state can be saved, or a loop."""
     envs: Environments | None = None
     if gymnasium.spec(problem.name).vector_entry_point is not None:
         try:
             envs = Vectorized(problem, num_envs)
         except (ImportError, gymnasium.error.Error, _NotSaveable) as error:
             log.info("%s is stepped in a loop, not in its vectorised form: %s", problem.name, error)
-    envs = envs or Separate(problem, num_envs)
+    if envs is None:
+        envs = Separate(problem, num_envs)
     envs.begin(rng)
     envs.reset()
     return envs
 
 
 class _NotSaveable(Exception):
-    pass
+    """The state of an environment's vectorised form cannot be saved; the message is the reason."""
 
 
 class Vectorized:
@@ -135,21 +157,29 @@ class Vectorized:
         # Steps from a restored state must repeat exactly.
         actions = self._env.action_space.sample()
         self.step(actions)
-        state, ends = self.state(), []
-        for _ in range(2):
-            self.load_state(state)
-            self.begin(np.random.default_rng(0))
-            steps = [self.step(actions) for _ in range(30)]
-            ends.append(np.concatenate([np.ravel(part) for step in steps for part in step]))
-        if not np.array_equal(ends[0], ends[1]):
+        state = self.state()
+        first_run = self._steps_from(state, actions)
+        second_run = self._steps_from(state, actions)
+        if not np.array_equal(first_run, second_run):
             raise _NotSaveable("its state has more than arrays and numbers")
 
+    def _steps_from(self, state: Mapping[str, Any], actions: NDArray[Any]) -> NDArray[Any]:
+        """Return the results of some steps from a state, as one array."""
+        self.load_state(state)
+        self.begin(np.random.default_rng(0))
+        parts = []
+        for _ in range(NUM_CHECK_STEPS):
+            parts += [np.ravel(part) for part in self.step(actions)]
+        return np.concatenate(parts)
+
     def begin(self, rng: np.random.Generator) -> None:
+        """Draw all random numbers of the environments from `rng`."""
         self._inner.np_random = rng
 
     def reset(self) -> None:
+        """Begin new episodes in all environments."""
         rng = self._inner.np_random
-        self.observations, _ = self._env.reset(seed=int(rng.integers(2**31)))
+        self.observations, _ = self._env.reset(seed=int(rng.integers(SEED_LIMIT)))
         self._inner.np_random = rng  # reset has replaced it
         self.over = np.zeros(self.num_envs, np.bool_)
 
@@ -167,9 +197,11 @@ class Vectorized:
         return {"env": values, "observations": _to_tensor(self.observations), "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state`."""
         for name, value in state["env"].items():
             setattr(self._inner, name, _to_array(value))
-        self.observations, self.over = _to_array(state["observations"]), _to_array(state["over"])
+        self.observations = _to_array(state["observations"])
+        self.over = _to_array(state["over"])
 
 
 class Separate:
@@ -189,11 +221,13 @@ class Separate:
         self.over = np.zeros(num_envs, np.bool_)
 
     def begin(self, rng: np.random.Generator) -> None:
+        """Draw the seeds of episodes from `rng`."""
         self._rng = rng
 
     def reset(self) -> None:
+        """Begin new episodes in all environments."""
         for index in range(self.num_envs):
-            self._reset(index, int(self._rng.integers(2**31)))
+            self._reset(index, int(self._rng.integers(SEED_LIMIT)))
         self.over[:] = False
 
     def _reset(self, index: int, seed: int) -> None:
@@ -202,14 +236,16 @@ class Separate:
         self.observations[index], _ = self._envs[index].reset(seed=seed)
 
     def step(self, actions: NDArray[Any], skip: Bools | None = None) -> Step:
+        """Step with actions in the environment's units. Environments in `skip` are left out."""
         self.observations = self.observations.copy()
         rewards = np.zeros(self.num_envs)
-        terminated, truncated = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.bool_)
+        terminated = np.zeros(self.num_envs, np.bool_)
+        truncated = np.zeros(self.num_envs, np.bool_)
         for index, env in enumerate(self._envs):
             if skip is not None and skip[index]:
                 continue
             if self.over[index]:
-                self._reset(index, int(self._rng.integers(2**31)))
+                self._reset(index, int(self._rng.integers(SEED_LIMIT)))
                 continue
             action = actions[index]
             self._actions[index].append(action)
@@ -218,6 +254,7 @@ class Separate:
         return Step(self.observations, rewards, terminated, truncated)
 
     def state(self) -> dict[str, Any]:
+        """Return seed and actions of each current episode, for `load_state`; call `begin` after loading."""
         actions = [torch.from_numpy(np.array(played)) for played in self._actions]
         return {"seeds": list(self._seeds), "actions": actions, "over": _to_tensor(self.over)}
 
@@ -243,11 +280,16 @@ def _to_tensor(value: Any) -> Any:
     """Return a copy that `torch.load(weights_only=True)` accepts."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 def _to_array(value: Any) -> Any:
-    return value.numpy().copy() if isinstance(value, Tensor) else value
+    """Return a copy of the value that `_to_tensor` was given."""
+    if isinstance(value, Tensor):
+        return value.numpy().copy()
+    return value
 
 
 def greedy_returns(
@@ -258,8 +300,10 @@ def greedy_returns(
     returns = np.zeros(envs.num_envs)
     over = np.zeros(envs.num_envs, np.bool_)
     while not over.all():
-        outputs = act(envs.observations)
-        step = envs.step(problem.to_env(outputs.argmax(axis=1) if problem.is_discrete else outputs), skip=over)
+        actions: NDArray[Any] = act(envs.observations)
+        if problem.is_discrete:
+            actions = actions.argmax(axis=1)
+        step = envs.step(problem.to_env(actions), skip=over)
         returns += np.where(over, 0.0, step.rewards)
         over |= step.terminated | step.truncated
         alive()

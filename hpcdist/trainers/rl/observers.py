@@ -20,6 +20,8 @@ from hpcdist.trainers.rl.environments import Floats, Problem, make_environments
 from hpcdist.trainers.rl.policy import Actor, log_prob
 
 log = logging.getLogger(__name__)
+#: The supervisor detects a hung rank, and names it, so many seconds before the agent's call to it fails.
+HANG_MARGIN_S = 60
 
 
 class Rollout(NamedTuple):
@@ -36,8 +38,14 @@ class Rollout(NamedTuple):
 
     @classmethod
     def join(cls, rollouts: Sequence["Rollout"]) -> Self:
-        fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
-        return cls(**{name: torch.cat(parts, dim=0 if name == "returns" else 1) for name, parts in fields})
+        """Return one rollout of the environments of all."""
+        joined = {}
+        for name, parts in zip(cls._fields, zip(*rollouts, strict=True), strict=True):
+            environment_axis = 1
+            if name == "returns":  # which has one axis, of episodes
+                environment_axis = 0
+            joined[name] = torch.cat(parts, dim=environment_axis)
+        return cls(**joined)
 
 
 class Collector:
@@ -47,7 +55,9 @@ class Collector:
     """
 
     def __init__(self, problem: Problem, num_envs: int, *, seed: int, index: int) -> None:
-        self._problem, self._seed, self._index = problem, seed, index
+        self._problem = problem
+        self._seed = seed
+        self._index = index
         self._envs = make_environments(problem, num_envs, np.random.default_rng([seed, 0, index, 0]))
         self._returns = np.zeros(num_envs)
 
@@ -61,7 +71,8 @@ class Collector:
         shape = (*steps, problem.num_outputs)
         # Drawn for all steps at once: one call per step would cost as much as the step, tens of microseconds.
         if log_std is None:  # the argmax of logits + Gumbel noise is a sample of their softmax
-            noise = -np.log(np.maximum(rng.standard_exponential(shape, np.float32), np.float32(1e-30)))
+            exponential = rng.standard_exponential(shape, np.float32)
+            noise = -np.log(np.maximum(exponential, np.float32(1e-30)))  # the logarithm of 0 is not finite
             actions: NDArray[Any] = np.empty(steps, np.int64)
         else:
             noise = rng.standard_normal(shape, np.float32) * log_std.exp().numpy()
@@ -70,28 +81,39 @@ class Collector:
         outputs = np.empty(shape, np.float32)
         observations = np.empty((num_steps + 1, envs.num_envs, problem.num_inputs), np.float32)
         rewards = np.empty(steps, np.float32)
-        terminated, truncated, valid = (np.empty(steps, np.bool_) for _ in range(3))
+        terminated = np.empty(steps, np.bool_)
+        truncated = np.empty(steps, np.bool_)
+        valid = np.empty(steps, np.bool_)
         observations[0] = envs.observations
         for t in range(num_steps):
-            outputs[t] = output = infer(observations[t])
+            output = infer(observations[t])
+            outputs[t] = output
             if log_std is None:
                 np.argmax(output + noise[t], axis=1, out=actions[t])
             else:
                 np.add(output, noise[t], out=actions[t])
             np.logical_not(envs.over, out=valid[t])
             observations[t + 1], rewards[t], terminated[t], truncated[t] = envs.step(problem.to_env(actions[t]))
-        ends = terminated | truncated
-        returns, self._returns = _per_episode(self._returns + np.cumsum(rewards, axis=0, dtype=np.float64), ends)
+        sums = self._returns + np.cumsum(rewards, axis=0, dtype=np.float64)
+        returns, self._returns = _per_episode(sums, terminated | truncated)
         log_probs, _ = log_prob(torch.from_numpy(outputs), torch.from_numpy(actions), log_std)
-        further = (rewards, terminated, truncated, valid, returns)
         return Rollout(
-            torch.from_numpy(observations), torch.from_numpy(actions), log_probs, *map(torch.from_numpy, further)
+            observations=torch.from_numpy(observations),
+            actions=torch.from_numpy(actions),
+            log_probs=log_probs,
+            rewards=torch.from_numpy(rewards),
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            valid=torch.from_numpy(valid),
+            returns=torch.from_numpy(returns),
         )
 
     def state(self) -> dict[str, Any]:
+        """Return the environments' state and the returns of the current episodes so far, for `load_state`."""
         return {"envs": self._envs.state(), "returns": torch.from_numpy(self._returns.copy())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue the episodes of the result of `state`."""
         self._envs.load_state(state["envs"])
         self._returns = state["returns"].numpy().copy()
 
@@ -112,7 +134,9 @@ def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[A
 
 def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
     """Return the number of collectors: that of the checkpoint, unless there are more observers."""
-    num_collectors = num_observers if saved is None else int(saved.trainer["num_collectors"])
+    if saved is None:
+        return num_observers
+    num_collectors = int(saved.trainer["num_collectors"])
     if num_observers > num_collectors:
         log.warning(
             "%d observers continue a run with %d collectors: an update learns from more environment steps from here on",
@@ -124,24 +148,26 @@ def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
 
 def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
     """Collect rollouts for the agent until it leaves."""
-    rl, saved, num_observers = cfg.section(RlConfig), ctx.restore(), ctx.roles.count("observer")
+    rl = cfg.section(RlConfig)
+    saved = ctx.restore()
+    num_observers = ctx.roles.count("observer")
     indices = share_of(ctx.roles.own_index, num_observers, num_collectors_of(saved, num_observers))
     collectors = {index: Collector(problem, rl.num_envs, seed=cfg.seed, index=index) for index in indices}
-    for local in saved.local_by_rank[1:] if saved is not None else ():
-        assert local is not None, "every observer saves its collectors"
-        for index, state in local["collectors"].items():
-            if index in collectors:  # another observer may have saved it
-                collectors[index].load_state(state)
+    if saved is not None:
+        load_collectors(collectors, saved)
 
     def collect(number: int, weights: dict[str, Tensor]) -> list[Rollout]:
-        began, log_std = time.perf_counter(), weights.get("log_std")
+        began = time.perf_counter()
         actor = Actor(weights, rl.activation)
-        rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in collectors.values()]
+        log_std = weights.get("log_std")
+        rollouts = []
+        for collector in collectors.values():
+            rollouts.append(collector.collect(number, rl.num_rollout_steps, actor, log_std))
         ctx.timer.add(compute_s=time.perf_counter() - began)
         return rollouts
 
     def save(step: int) -> None:
-        states = {index: one.state() for index, one in collectors.items()}
+        states = {index: collector.state() for index, collector in collectors.items()}
         ctx.save(step, model=None, trainer={}, local={"collectors": states})
 
     with rpc_group(ctx, {"collect": collect}) as rpc:
@@ -149,14 +175,23 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
         rpc.serve({"save": save})
 
 
+def load_collectors(collectors: Mapping[int, Collector], saved: Restored) -> None:
+    """Load the states of these collectors, which another observer may have saved."""
+    for local in saved.local_by_rank[1:]:  # without the agent
+        assert local is not None, "every observer saves its collectors"
+        for index, state in local["collectors"].items():
+            if index in collectors:
+                collectors[index].load_state(state)
+
+
 class ObserverGroup:
-    """All observers as the agent sees them; `pending` are rollouts of the next update that a checkpoint holds."""
+    """All observers, for the agent; `pending` are the rollouts of the next update in a checkpoint."""
 
     def __init__(self, rpc: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
         self.num_collectors = num_collectors
         self._rpc = rpc
         self._is_async = cfg.section(RlConfig).mode == "async"
-        self._timeout_s = cfg.launch.hang_s + 60  # the supervisor detects a hung rank first, and names it
+        self._timeout_s = cfg.launch.hang_s + HANG_MARGIN_S
         self._pending: Sequence[Future[list[tuple[Tensor, ...]]] | Rollout] = pending
 
     def next_rollout(self, number: int, weights: dict[str, Tensor]) -> Rollout:
@@ -169,15 +204,21 @@ class ObserverGroup:
         def request(number: int) -> Sequence[Future[list[tuple[Tensor, ...]]]]:
             return self._rpc.call_all("observer", "collect", number, weights, timeout_s=self._timeout_s)
 
-        self._pending = self._pending or request(number)
+        if not self._pending:
+            self._pending = request(number)
         rollout = Rollout.join(self.wait())
-        self._pending = request(number + 1) if self._is_async else ()
+        self._pending = ()
+        if self._is_async:
+            self._pending = request(number + 1)
         return rollout
 
     def wait(self) -> list[Rollout]:
         """Wait for the pending rollouts and return them; they stay pending."""
         received: list[Rollout] = []
         for item in self._pending:
-            received += [item] if isinstance(item, Rollout) else (Rollout(*tensors) for tensors in item.result())
+            if isinstance(item, Rollout):
+                received.append(item)
+            else:
+                received += [Rollout(*tensors) for tensors in item.result()]
         self._pending = received
         return received

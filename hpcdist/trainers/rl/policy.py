@@ -31,6 +31,7 @@ class Policy(nn.Module):
         self.log_std = None if is_discrete else nn.Parameter(torch.zeros(num_outputs))
 
     def forward(self, observations: Tensor) -> Tensor:
+        """Return logits or means of actions [n, num_outputs] for observations [n, num_inputs]."""
         actions: Tensor = self.actor(observations)
         return actions
 
@@ -45,8 +46,11 @@ class Policy(nn.Module):
 
     def actor_state(self) -> dict[str, Tensor]:
         """Return the part of the state dict that `Actor` needs, as a copy on the CPU that learning does not change."""
-        needed = {name: it for name, it in self.state_dict().items() if name.startswith(("actor.", "log_std"))}
-        return {name: value.to("cpu", copy=True) for name, value in needed.items()}
+        state = {}
+        for name, tensor in self.state_dict().items():
+            if name.startswith(("actor.", "log_std")):
+                state[name] = tensor.to("cpu", copy=True)
+        return state
 
 
 def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -57,22 +61,31 @@ def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[
     """
     if log_std is None:
         log_probs = F.log_softmax(outputs, dim=-1)
-        return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(dim=-1)
+        chosen = log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(dim=-1)
+        return chosen, entropies
     squares = ((actions - outputs) * torch.exp(-log_std)) ** 2
     constant = 0.5 * math.log(2 * math.pi)
-    return (-0.5 * squares - log_std - constant).sum(dim=-1), (log_std + constant + 0.5).sum()
+    densities = (-0.5 * squares - log_std - constant).sum(dim=-1)
+    entropy = (log_std + constant + 0.5).sum()
+    return densities, entropy
 
 
 def _mlp(
     num_inputs: int, hidden: Sequence[int], num_outputs: int, activation: str, *, last_gain: float
 ) -> nn.Sequential:
+    """Return linear layers with an activation after each but the last, with orthogonal weights."""
+    activation_type: type[nn.Module] = nn.Tanh
+    if activation == "relu":
+        activation_type = nn.ReLU
     sizes = [num_inputs, *hidden, num_outputs]
+    gains = [math.sqrt(2)] * len(hidden) + [last_gain]
     layers: list[nn.Module] = []
-    for number, (size, next_size) in enumerate(pairwise(sizes)):
+    for (size, next_size), gain in zip(pairwise(sizes), gains, strict=True):
         layer = nn.Linear(size, next_size)
-        nn.init.orthogonal_(layer.weight, math.sqrt(2) if number < len(hidden) else last_gain)
+        nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
-        layers += [layer, nn.ReLU() if activation == "relu" else nn.Tanh()]
+        layers += [layer, activation_type()]
     return nn.Sequential(*layers[:-1])
 
 
@@ -81,9 +94,12 @@ class Actor:
 
     def __init__(self, state: Mapping[str, Tensor], activation: str = "tanh") -> None:
         self._is_relu = activation == "relu"
-        arrays = {name: tensor.numpy() for name, tensor in state.items()}
-        names = [name.removesuffix(".weight") for name in arrays if name.endswith(".weight")]
-        self._layers = [(np.ascontiguousarray(arrays[f"{n}.weight"].T), arrays[f"{n}.bias"]) for n in names]
+        self._layers: list[tuple[Floats, Floats]] = []
+        for name, weight in state.items():
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight":
+                bias = state[f"{layer}.bias"]
+                self._layers.append((np.ascontiguousarray(weight.numpy().T), bias.numpy()))
 
     def __call__(self, observations: Floats) -> Floats:
         """Return logits or means [n, num_outputs] for observations [n, num_inputs]."""

@@ -16,6 +16,7 @@ Sources: https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html (agen
 https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/1506.02438 (GAE).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias, cast
 import gymnasium
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpcdist.config.schema import Config
 from hpcdist.data.datasets import digest_of
@@ -37,10 +38,11 @@ from hpcdist.trainers.rl.environments import Environments, Problem, greedy_retur
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
 
-#: Part of the seed of an evaluation's environments; the seeds of collectors have 0 there. After it follows 0 when the
-#: environments are made, and 1 + step at an evaluation.
+#: Second part of the seed of the evaluation's environments, where seeds of collectors have 0. The third part is 0 when
+#: the environments are made, and 1 + step at an evaluation.
 EVALUATION = 1
-#: Stands for arguments of an environment in its digest, which stays that of earlier versions.
+#: Arguments of an environment in its digest: none, since `rl` has no key for them. Earlier versions had one, and the
+#: digest of an environment without arguments must stay the same.
 NO_OPTIONS: dict[str, Any] = {}
 #: PPO clips the probability ratio of an action to 1 plus and minus this value (arXiv:1707.06347, section 6.1).
 CLIP_RANGE = 0.2
@@ -49,6 +51,8 @@ CLIP_RANGE = 0.2
 GAE_LAMBDA = 0.95
 #: Weight of the value loss. Policy and values have separate networks, so it only scales the steps of the latter.
 VALUE_COEF = 0.5
+#: Divides advantages together with their standard deviation, which may be 0.
+ADVANTAGE_EPS = 1e-8
 #: Of one evaluation: environment steps before it; mean, smallest and largest return.
 Evaluation: TypeAlias = tuple[int, float, float, float]
 
@@ -61,8 +65,9 @@ def train(ctx: Context, cfg: Config) -> None:
         serve_rollouts(ctx, cfg, problem)
         return
     policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
-    # Of an environment from another package, the version is not known; the code of the user's own has a commit.
-    version = gymnasium.__version__ if problem.source == "gymnasium" else ""
+    version = ""  # of another package it is not known, and code of the user has a commit
+    if problem.source == "gymnasium":
+        version = gymnasium.__version__
     digest = digest_of(problem.name, NO_OPTIONS, version)
     # In MLflow the environment takes the place of a dataset.
     ctx.report.log_dataset(problem.name, split="environment", digest=digest, source=problem.source)
@@ -70,7 +75,8 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:
         ctx.roles.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
-        train_policy(ctx, cfg, open_agent(ctx, cfg, problem, policy, rpc, saved))
+        agent = open_agent(ctx, cfg, problem, policy, rpc, saved)
+        train_policy(ctx, cfg, agent)
     # After the end of RPC, until which the observers stay.
     if ctx.end_reason:  # empty after a stop
         ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
@@ -78,13 +84,8 @@ def train(ctx: Context, cfg: Config) -> None:
 
 def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
     """Train as the agent until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop."""
-    policy, optimizer, observers, progress, meter = (
-        agent.policy,
-        agent.optimizer,
-        agent.observers,
-        agent.progress,
-        agent.meter,
-    )
+    policy, optimizer, observers = agent.policy, agent.optimizer, agent.observers
+    progress, meter = agent.progress, agent.meter
     steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, agent))
     ctx.timer.training_begins()  # the time until here counts as start-up
 
@@ -111,14 +112,14 @@ def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
 
 def save_step(ctx: Context, agent: "Agent", step: int, metrics: Mapping[str, float]) -> None:
     """Save on all ranks, with the observers between two rollouts, and with the rollouts collected ahead."""
-    received = agent.observers.wait()
+    pending = agent.observers.wait()
     agent.rpc.send_command("save", step)  # observers call `ctx.save` as well, which gathers from all ranks
     state = {
         "optimizer": agent.optimizer.state_dict(),
         "position": agent.progress.state_dict(),
         "meter": agent.meter.state_dict(),
         "evaluations": agent.history,
-        "pending": [list(rollout) for rollout in received],
+        "pending": [list(rollout) for rollout in pending],
         "num_collectors": agent.observers.num_collectors,
     }
     ctx.save(step, model=agent.policy, trainer=state, metrics=metrics)
@@ -150,7 +151,11 @@ def open_agent(
         state = saved.trainer
         optimizer.load_state_dict(state["optimizer"])
     pending = [Rollout(*tensors) for tensors in state.get("pending", [])]  # of each collector, for the next update
-    num_episodes = cfg.section(RlConfig).num_eval_episodes
+    num_collectors = num_collectors_of(saved, ctx.roles.count("observer"))
+    observers = ObserverGroup(rpc, cfg, num_collectors, pending)
+    rl = cfg.section(RlConfig)
+    test_rng = np.random.default_rng([cfg.seed, EVALUATION, 0])
+    test_envs = make_environments(problem, rl.num_eval_episodes, test_rng)
     goal = None  # the return at which training ends, and why
     if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
@@ -159,9 +164,9 @@ def open_agent(
         policy=policy,
         optimizer=optimizer,
         rpc=rpc,
-        observers=ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending),
-        test_envs=make_environments(problem, num_episodes, np.random.default_rng([cfg.seed, EVALUATION, 0])),
-        progress=Progress(cfg, cfg.section(RlConfig).updates_per_epoch, state.get("position"), goal=goal),
+        observers=observers,
+        test_envs=test_envs,
+        progress=Progress(cfg, rl.updates_per_epoch, state.get("position"), goal=goal),
         meter=Meter(state.get("meter"), ctx.device),
         history=state.get("evaluations", []),
     )
@@ -175,19 +180,14 @@ def train_step(
     Returns sums for the metrics. `losses` are sums over minibatches, on `device`: of policy loss, value loss, entropy
     and KL divergence from the policy that acted.
     """
-    rl, valid = cfg.section(RlConfig), rollout.valid  # [T, n]; False where a step only begins an episode
-    with torch.no_grad():
-        values = policy.value(rollout.observations.to(device)).cpu()
-    all_advantages = gae(rollout, values.numpy(), rl.gamma)
-    advantages, values = torch.from_numpy(all_advantages)[valid], values[:-1][valid]
-    value_targets = advantages + values
-    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-    further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
-    samples = [tensor.to(device) for tensor in (advantages, value_targets, *further)]
-    losses, num_minibatches = torch.zeros(4, device=device), 0
+    rl = cfg.section(RlConfig)
+    samples = learning_samples(policy, rollout, rl.gamma, device)
+    num_samples = len(samples[0])
+    losses = torch.zeros(4, device=device)
+    num_minibatches = 0
     for _ in range(rl.update_epochs):
         # Drawn on the CPU, so that it does not depend on the kind of device.
-        permutation = torch.randperm(len(advantages)).to(device)
+        permutation = torch.randperm(num_samples).to(device)
         minibatches = zip(*(tensor[permutation].chunk(rl.num_minibatches) for tensor in samples), strict=True)
         for advantage, value_target, observations, actions, old_log_prob in minibatches:
             outputs, value = policy.outputs_and_values(observations)
@@ -197,9 +197,11 @@ def train_step(
             clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
             policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
             value_loss = nn.functional.mse_loss(value, value_target)
-            entropy, kl = entropies.mean(), -log_ratio.mean()
+            entropy = entropies.mean()
+            kl = -log_ratio.mean()
+            loss = policy_loss + VALUE_COEF * value_loss - rl.entropy_coef * entropy
             optimizer.zero_grad()
-            (policy_loss + VALUE_COEF * value_loss - rl.entropy_coef * entropy).backward()
+            loss.backward()
             if cfg.optim.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.max_grad_norm)
             optimizer.step()
@@ -208,21 +210,47 @@ def train_step(
     return {
         "losses": losses,
         "num_minibatches": num_minibatches,
-        "num_env_steps": int(valid.sum()),
+        "num_env_steps": num_samples,
         "return_sum": float(rollout.returns.sum()),
         "num_episodes": len(rollout.returns),
     }
 
 
+def learning_samples(
+    policy: Policy, rollout: Rollout, gamma: float, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return advantages, value targets, observations, actions and their log-probabilities, on `device`.
+
+    Each has an element for each valid step; the advantages have mean 0 and standard deviation 1.
+    """
+    valid = rollout.valid  # [T, n]; False where a step only begins an episode
+    with torch.no_grad():
+        all_values = policy.value(rollout.observations.to(device)).cpu()
+    all_advantages = gae(rollout, all_values.numpy(), gamma)
+    advantages = torch.from_numpy(all_advantages)[valid]
+    value_targets = advantages + all_values[:-1][valid]
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + ADVANTAGE_EPS)
+    return (
+        advantages.to(device),
+        value_targets.to(device),
+        rollout.observations[:-1][valid].to(device),
+        rollout.actions[valid].to(device),
+        rollout.log_probs[valid].to(device),
+    )
+
+
 def gae(rollout: Rollout, values: Floats, gamma: float) -> Floats:
     """Return advantages [T, n] by generalised advantage estimation from `values` [T + 1, n].
 
-    Those of invalid actions have no meaning. The value after the end of a terminated episode is zero, after a truncated
-    one that of its last observation. Sums do not cross the end of an episode.
+    The advantages of steps that are not valid are arbitrary: leave them out. The value after the end of a terminated
+    episode is zero, after a truncated one it is the value of its last observation. Sums do not cross the end of an
+    episode.
     """
-    rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
+    rewards = rollout.rewards.numpy()
+    terminated = rollout.terminated.numpy()
+    has_ended = terminated | rollout.truncated.numpy()
     advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
-    factors = np.float32(gamma * GAE_LAMBDA) * ~(terminated | rollout.truncated.numpy())
+    factors = np.float32(gamma * GAE_LAMBDA) * ~has_ended
     for t in range(len(advantages) - 2, -1, -1):
         advantages[t] += factors[t] * advantages[t + 1]
     return cast(Floats, advantages)
@@ -250,8 +278,10 @@ def interval_metrics(optimizer: torch.optim.Optimizer, progress: Progress, meter
 def evaluate(ctx: Context, cfg: Config, agent: Agent) -> dict[str, float]:
     """Play full greedy episodes, whose initial states follow from the step. Adds the returns to the history."""
     problem, policy = agent.problem, agent.policy
-    agent.test_envs.begin(np.random.default_rng([cfg.seed, EVALUATION, 1 + agent.progress.step]))
-    returns = greedy_returns(problem, agent.test_envs, Actor(policy.actor_state(), policy.activation), ctx.timer.alive)
+    rng = np.random.default_rng([cfg.seed, EVALUATION, 1 + agent.progress.step])
+    agent.test_envs.begin(rng)
+    actor = Actor(policy.actor_state(), policy.activation)
+    returns = greedy_returns(problem, agent.test_envs, actor, ctx.timer.alive)
     mean = float(returns.mean())
     agent.history.append((agent.progress.samples, mean, float(returns.min()), float(returns.max())))
     ctx.report.figure("returns", returns_curves(problem.name, agent.history))
@@ -262,12 +292,16 @@ def evaluate(ctx: Context, cfg: Config, agent: Agent) -> dict[str, float]:
 
 def returns_curves(environment: str, evaluations: Sequence[Evaluation]) -> Curves:
     """Return a figure of the evaluations; of many, every n-th and the last one."""
-    every = -(-len(evaluations) // (MAX_POINTS - 1)) or 1
+    every = max(1, math.ceil(len(evaluations) / (MAX_POINTS - 1)))
     shown = [*evaluations[:-1:every], *evaluations[-1:]]
-    names = ("mean", "smallest", "largest")
+    lines: dict[str, list[list[float]]] = {"mean": [], "smallest": [], "largest": []}
+    for num_env_steps, mean, smallest, largest in shown:
+        lines["mean"].append([float(num_env_steps), mean])
+        lines["smallest"].append([float(num_env_steps), smallest])
+        lines["largest"].append([float(num_env_steps), largest])
     return Curves(
         title=f"returns of greedy episodes of {environment}",
         x_label="environment steps",
         y_label="return",
-        lines={name: [[float(one[0]), float(one[index])] for one in shown] for index, name in enumerate(names, 1)},
+        lines=lines,
     )
