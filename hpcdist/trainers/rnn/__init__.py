@@ -40,7 +40,10 @@ class RnnConfig(ConfigSection):
     """`sync` equals training in one process; `async` has two batches in flight, with weights one update old."""
 
     def problems(self) -> list[str]:
-        return [] if self.dropout < 1 else [f"dropout must be < 1, got {self.dropout}"]
+        """Return a message for each invalid value of this section."""
+        if self.dropout < 1:
+            return []
+        return [f"dropout must be < 1, got {self.dropout}"]
 
 
 TRAINER = Trainer(

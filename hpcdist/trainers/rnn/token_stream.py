@@ -6,6 +6,7 @@ and a batch has the next rows of all columns, so that the hidden state of a batc
 
 import glob
 import itertools
+import math
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,12 @@ from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 
 UNKNOWN = "<unk>"
-#: One of so many files is held out for the perplexity; of fewer files, as large a part at the end of the text.
+#: One of so many files is held out for the perplexity; of fewer files, the same fraction of the text at its end.
 HELD_OUT_EVERY = 20
+#: Values of a byte.
+NUM_BYTES = 256
+#: Tokens of the shortest column: an input and its target.
+MIN_COLUMN_LENGTH = 2
 #: A word or separators with the space before, or a line end with the indentation of the next line. Joined, the pieces
 #: are the text.
 PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
@@ -43,7 +48,8 @@ def word_encoder(texts: Sequence[str], max_size: int) -> tuple[Callable[[Sequenc
     tokenizer.train_from_iterator(texts, trainer)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [item.ids for item in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     return encode, tokenizer.get_vocab_size()
 
@@ -61,53 +67,72 @@ def load_corpus(cfg: RnnConfig, seed: int) -> Corpus:
     """Read, split and tokenize the text. Raises ConfigError if there is none or too little."""
     texts = read_texts(cfg.files, cfg.max_corpus_mb, seed)
     if len(texts) >= HELD_OUT_EVERY:
+        train = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY != 0]
         held_out = texts[::HELD_OUT_EVERY]
-        train = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY]
     else:
         joined = "".join(texts)
         cut = round(len(joined) * (1 - 1 / HELD_OUT_EVERY))
-        train, held_out = [joined[:cut]], [joined[cut:]]
+        train = [joined[:cut]]
+        held_out = [joined[cut:]]
+    if cfg.tokenizer == "byte":
+        return Corpus(_stream(encode_bytes(train)), _stream(encode_bytes(held_out)), NUM_BYTES)
     # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
-    encode, vocab_size = (encode_bytes, 256) if cfg.tokenizer == "byte" else word_encoder(train, cfg.vocab_size)
+    encode, vocab_size = word_encoder(train, cfg.vocab_size)
     return Corpus(_stream(encode(train)), _stream(encode(held_out)), vocab_size)
 
 
 def _stream(texts: list[list[int]]) -> Tensor:
+    """Return the tokens of all texts, one after another, int32 [n]."""
     return torch.cat([torch.tensor(tokens, dtype=torch.int32) for tokens in texts])
 
 
 def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
-    """Return the texts of the files in an order that `seed` determines, at most `max_mb` in total."""
-    found: set[Path] = set()
-    for pattern in patterns:
-        files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
-        if not files:
-            raise ConfigError(f"rnn.files: {pattern!r} matches no file")
-        found |= files
-    if not patterns:
-        folder = Path(sysconfig.get_path("stdlib"))
-        found = {path for path in folder.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(folder).parts)}
-        if not found:
-            raise ConfigError(f"rnn.files: {folder} has no source of Python's standard library: set it to text files")
-    paths = sorted(found)
+    """Return the texts of the files in an order that `seed` determines, at most `max_mb` in total.
+
+    Without patterns it reads the source of Python's standard library. Raises ConfigError for a pattern without files
+    and for a file that cannot be read.
+    """
+    files = _matching_files(patterns) if patterns else _library_files()
+    paths = sorted(files)
     random.Random(seed).shuffle(paths)  # noqa: S311  # not for cryptography
-    texts, left = [], int(max_mb * 1e6)
+    texts = []
+    num_bytes_left = int(max_mb * 1e6)
     for path in paths:
         try:
             with open(path, "rb") as file:
-                text = file.read(left).decode(errors="replace")
+                text = file.read(num_bytes_left).decode(errors="replace")
         except OSError as error:
             raise ConfigError(f"rnn.files: {path} cannot be read: {error.strerror or error}") from error
-        left -= len(text.encode())
+        num_bytes_left -= len(text.encode())
         texts.append(text)
-        if left <= 0:
+        if num_bytes_left <= 0:
             break
     return texts
 
 
+def _matching_files(patterns: Sequence[str]) -> set[Path]:
+    matching: set[Path] = set()
+    for pattern in patterns:
+        paths = map(Path, glob.glob(pattern, recursive=True))
+        files = {path for path in paths if path.is_file()}
+        if not files:
+            raise ConfigError(f"rnn.files: {pattern!r} matches no file")
+        matching |= files
+    return matching
+
+
+def _library_files() -> set[Path]:
+    """Return the source files of Python's standard library."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = {path for path in folder.rglob("*.py") if NOT_LIBRARY.isdisjoint(path.relative_to(folder).parts)}
+    if not files:
+        raise ConfigError(f"rnn.files: {folder} has no source of Python's standard library: set it to text files")
+    return files
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive rows of all columns. With the embedding rows of `ids`, `rows[inverse]` are those of the inputs."""
+    """Consecutive rows of all columns. If `rows` are the embedding rows of `ids`, `rows[inverse]` embeds the inputs."""
 
     ids: Tensor  #: different input tokens, sorted, int64 [u]
     inverse: Tensor  #: index of each input in `ids`, int64 [steps, columns]
@@ -118,24 +143,27 @@ class Columns:
     """A rank's share of a stream of tokens [n], in batches of `bptt` rows; `part`: index and number of the ranks."""
 
     def __init__(self, stream: Tensor, num_columns: int, bptt: int, part: tuple[int, int] = (0, 1)) -> None:
-        index, parts = part
-        length = len(stream) // (num_columns * parts)
-        if length < 2:
+        index, num_parts = part
+        num_all_columns = num_columns * num_parts
+        length = len(stream) // num_all_columns
+        if length < MIN_COLUMN_LENGTH:
             raise ConfigError(
-                f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
-                 "raise rnn.max_corpus_mb, or lower rnn.batch_size"
-            )  # fmt: skip
-        columns = stream[: length * num_columns * parts].view(num_columns * parts, length)
-        self._tokens = columns[index * num_columns : (index + 1) * num_columns].t().contiguous().long()
+                f"the text has {len(stream)} tokens, too few for {num_all_columns} columns:"
+                " raise rnn.max_corpus_mb, or lower rnn.batch_size"
+            )
+        all_columns = stream[: length * num_all_columns].view(num_all_columns, length)
+        columns = all_columns[index * num_columns : (index + 1) * num_columns]
+        self._tokens = columns.t().contiguous().long()
         self._bptt = bptt
 
     @property
     def num_targets(self) -> int:
+        """Number of tokens to predict in all batches."""
         return int(self._tokens[1:].numel())
 
     def __len__(self) -> int:
         """Number of batches; the last one may have fewer rows."""
-        return -(-(len(self._tokens) - 1) // self._bptt)
+        return math.ceil((len(self._tokens) - 1) / self._bptt)
 
     def __getitem__(self, number: int) -> Batch:
         first = number * self._bptt
@@ -147,5 +175,5 @@ class Columns:
         return (self[number] for number in range(len(self)))
 
     def from_batch(self, number: int) -> Iterator[Batch]:
-        """Yield the batches from one on, and after the last one again from the first, without end."""
+        """Yield the batches from `number` on, and after the last one again from the first, without end."""
         return (self[index % len(self)] for index in itertools.count(number))

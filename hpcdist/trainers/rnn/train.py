@@ -54,6 +54,12 @@ from hpcdist.trainers.rnn.vocabulary import CALL_TIMEOUT_S, VocabularyClient, Vo
 TRAINER, SERVER = "trainer", "parameter_server"
 #: Batches of a trainer between their forward pass and their update in `mode: async`.
 ASYNC_BATCHES = 2
+#: Threads of RPC besides those for batches, as many as `rpc_group` has by default.
+OTHER_THREADS = 16
+#: The exponential of a larger number is not a finite float64.
+MAX_EXPONENT = 700.0
+#: Added to the norm of gradients before it divides, as in torch's `clip_grad_norm_`.
+NORM_EPS = 1e-6
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -63,12 +69,18 @@ def train(ctx: Context, cfg: Config) -> None:
     trainers = ctx.roles.agree_among(ctx.roles.ranks_of(TRAINER))
     # For gradients of the LSTM on the trainers' devices; every rank has to take part.
     lstm_group = dist.new_group(list(ctx.roles.ranks_of(TRAINER)), ctx.groups.timeout)
-    # Rank 0 alone reads the text, so all have the same.
-    corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
-    vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
+    # Rank 0 alone reads the text, so that all ranks have the same.
+    corpus = None
+    vocab_size = 0
+    texts: list[Tensor] = []
+    if ctx.is_main:
+        corpus = load_corpus(cfg.section(RnnConfig), cfg.seed)
+        vocab_size = corpus.vocab_size
+        texts = [corpus.train, corpus.held_out]
+    vocab_size = ctx.groups.broadcast(vocab_size)
     # A server has to answer two calls for each batch at the same time: it is decoded, and pushed. A call may wait in
-    # its thread for those of the other trainers; 16 are left for others, as in `rpc_group`.
-    num_threads = 16 + 2 * ASYNC_BATCHES * ctx.roles.count(TRAINER)
+    # its thread for the calls of the other trainers.
+    num_threads = OTHER_THREADS + 2 * ASYNC_BATCHES * ctx.roles.count(TRAINER)
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": num_threads}
     if ctx.roles.own == SERVER:
         server = open_server(ctx, cfg, vocab_size)
@@ -76,17 +88,18 @@ def train(ctx: Context, cfg: Config) -> None:
             rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.shard())})
         return
     assert isinstance(lstm_group, dist.ProcessGroup)
-    texts = trainers.broadcast([corpus.train, corpus.held_out] if corpus else [])
+    texts = trainers.broadcast(texts)
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.roles.own_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(ctx, cfg, lstm, client, trainers, lstm_group)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
-        # The end reason is empty after a stop.
-        model = whole_model(cfg, learner) if ctx.is_main and ctx.end_reason else None
+        model = None
         if not ctx.is_main:
             rpc.serve({})  # until rank 0 has the whole model
+        elif ctx.end_reason:  # empty after a stop
+            model = whole_model(cfg, learner)
     if model is not None:
         export(ctx, cfg, model)
 
@@ -95,13 +108,17 @@ def train_lstm(
     ctx: Context, cfg: Config, learner: "Learner", rpc: RpcGroup, texts: Sequence[Tensor], saved: Restored | None
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    rnn, part = cfg.section(RnnConfig), (ctx.roles.own_index, ctx.roles.count(TRAINER))
+    rnn = cfg.section(RnnConfig)
+    part = (ctx.roles.own_index, ctx.roles.count(TRAINER))
     columns, held_out = (Columns(text, rnn.batch_size, rnn.bptt, part) for text in texts)
+    position, sums = None, None
+    if saved is not None:
+        position = saved.trainer["position"]
+        if saved.local is not None:  # the number of trainers has not changed; else the sums begin anew
+            sums = saved.local["meter"]
     # Steps and epochs done so far, and sums of the loss and of tokens since the last logged step.
-    progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
-    # None if the number of trainers has changed: then the sums and the hidden state begin anew.
-    local = saved.local if saved is not None else None
-    meter = Meter(local["meter"] if local is not None else None)
+    progress = Progress(cfg, len(columns), position)
+    meter = Meter(sums)
     if saved is not None:
         learner.load(saved)
     steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, learner, rpc, progress, meter))
@@ -156,8 +173,9 @@ def save_step(
         "num_servers": ctx.roles.count(SERVER),
         "vocab_size": learner.client.vocab_size,
     }
-    state = {} if learner.state is None else dict(zip("hc", learner.state, strict=True))
-    local = {"meter": meter.state_dict(), **state}
+    local: dict[str, Any] = {"meter": meter.state_dict()}
+    if learner.state is not None:
+        local["h"], local["c"] = learner.state
     lstm = nn.ModuleDict({"lstm": learner.lstm})  # the tables are in the shards of the servers
     ctx.save(step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
@@ -189,7 +207,8 @@ def interval_metrics(learner: "Learner", progress: Progress, meter: Meter) -> di
 def evaluate(ctx: Context, learner: "Learner", held_out: Columns) -> dict[str, float]:
     """Return mean loss in nats and perplexity over the held-out text, equal on all trainers."""
     learner.settle()
-    training_state, learner.state = learner.state, None
+    training_state = learner.state
+    learner.state = None
     learner.lstm.eval()
     loss_sum = 0.0
     for batch in held_out:
@@ -199,7 +218,7 @@ def evaluate(ctx: Context, learner: "Learner", held_out: Columns) -> dict[str, f
     learner.state = training_state
     loss_sum, num_tokens = learner.trainers.sum([loss_sum, held_out.num_targets])
     loss = loss_sum / num_tokens
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, MAX_EXPONENT))}
 
 
 # A trainer's LSTM, and the passes of a batch through LSTM and vocabulary servers.
@@ -240,9 +259,12 @@ class Learner:
         self.client = client
         self.state: tuple[Tensor, Tensor] | None = None  #: hidden state at the start of the next batch
         self._device = device
-        # Parameters of a deep copy lie apart: `to` joins them in the buffer that cuDNN reads, or each call would copy.
-        copies = (copy.deepcopy(self.lstm).to(device) for _ in range(ASYNC_BATCHES))
-        self._copies = deque(copies) if rnn.mode == "async" else None
+        #: The weights of the batches in flight; None in sync mode, in which they are those of `lstm`.
+        self._copies: deque[nn.LSTM] | None = None
+        if rnn.mode == "async":
+            # Parameters of a deep copy lie apart: `to` joins them in the buffer that cuDNN reads, or each call would
+            # copy.
+            self._copies = deque(copy.deepcopy(self.lstm).to(device) for _ in range(ASYNC_BATCHES))
         self._max_norm = cfg.optim.max_grad_norm
         self._dropout = rnn.dropout
         self._batch_size = rnn.batch_size
@@ -262,16 +284,22 @@ class Learner:
             with torch.no_grad():
                 torch._foreach_copy_(list(lstm.parameters()), list(self.lstm.parameters()))
         # The last update has requested the rows of the batch that follows it, but not of a second one.
-        receive_rows, self._receive_rows = self._receive_rows or self.client.pull(batch.ids), None
+        receive_rows = self._receive_rows
+        self._receive_rows = None
+        if receive_rows is None:
+            receive_rows = self.client.pull(batch.ids)
         rows = receive_rows().requires_grad_()
         output = self._run_lstm(lstm, rows, batch)
         scale = 1.0 / (len(output) * self._num_trainers)  # mean over the tokens of all trainers
-        number, self._num_forward = self._num_forward, self._num_forward + 1
+        number = self._num_forward
+        self._num_forward += 1
         receive_gradient = self.client.decode(number, output.detach(), batch.targets, scale)
         return BatchInFlight(number, batch, rows, lstm, output, receive_gradient)
 
     def _run_lstm(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
-        embedded = F.dropout(F.embedding(batch.inverse.to(self._device), rows), self._dropout, lstm.training)
+        """Return the LSTM's output for each token of the batch, [n, hidden], and keep the hidden state."""
+        embedded = F.embedding(batch.inverse.to(self._device), rows)
+        embedded = F.dropout(embedded, self._dropout, lstm.training)
         output, (h, c) = lstm(embedded, self.state)
         self.state = h.detach(), c.detach()
         return F.dropout(output, self._dropout, lstm.training).flatten(0, 1)
@@ -289,11 +317,7 @@ class Learner:
             gradients = self._summed_gradients(batch.lstm)
             # The norm of all gradients is known only after the servers have those of the rows.
             squared_at_servers = self.client.push_for_norm(number, ids, row_gradients)
-            if self._copies is not None and self._num_trainers > 1:
-                # In async mode each trainer has pushed its own gradients; one common factor keeps replicas equal.
-                (squared_at_servers,) = self.trainers.sum([squared_at_servers])
-            squared = squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(gradients))
-            scale = min(1.0, self._max_norm / (math.sqrt(squared) + 1e-6))  # as torch's clip_grad_norm_
+            scale = self._clip_scale(self._max_norm, squared_at_servers, gradients)
             # The servers have the gradients already.
             self._receive_rows = self.client.push(number, ids, None, scale, lr, next_ids)
             torch._foreach_mul_(gradients, scale)
@@ -303,6 +327,15 @@ class Learner:
         self.optimizer.step()
         batch.lstm.zero_grad()
         return loss_sum
+
+    def _clip_scale(self, max_norm: float, squared_at_servers: float, gradients: list[Tensor]) -> float:
+        """Return the factor of all gradients that limits their joint norm; equal on all trainers."""
+        if self._copies is not None and self._num_trainers > 1:
+            # In async mode each trainer has pushed its own gradients; one common factor keeps replicas equal.
+            (squared_at_servers,) = self.trainers.sum([squared_at_servers])
+        squared_here = sum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
+        norm = math.sqrt(squared_at_servers + squared_here)
+        return min(1.0, max_norm / (norm + NORM_EPS))
 
     def _summed_gradients(self, lstm: nn.LSTM) -> list[Tensor]:
         """Return the gradients of the LSTM, summed over the trainers in one message."""
@@ -341,16 +374,20 @@ def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int)
     """Return the LSTM of a trainer; log text and size of the model."""
     rnn = cfg.section(RnnConfig)
     if corpus is not None:  # on rank 0
-        name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
+        name, source = "python-stdlib", "Python's standard library"
+        if rnn.files:
+            name, source = "text", " ".join(rnn.files)
         for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
             ctx.report.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
     lstm = build_lstm(rnn)  # equal on all trainers, which have the same seed so far
+    num_in_lstm = sum(weight.numel() for weight in lstm.parameters())
     num_per_word = rnn.embedding_size + rnn.hidden_size + 1  # and a bias of the decoder
-    ctx.report.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
+    ctx.report.log_model_size(num_in_lstm + vocab_size * num_per_word)
     return lstm
 
 
 def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
+    """Return this rank's rows of the vocabulary, new or from the newest checkpoint."""
     rnn = cfg.section(RnnConfig)
     rows = share_of(ctx.roles.own_index, ctx.roles.count(SERVER), vocab_size)
     server = VocabularyServer(
@@ -363,7 +400,8 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
         device=ctx.device,
         is_async=rnn.mode == "async",
     )
-    if (saved := ctx.restore()) is not None:
+    saved = ctx.restore()
+    if saved is not None:
         server.restore(saved)
     return server
 
@@ -386,6 +424,7 @@ class LanguageModel(nn.Module):
         self.dropout = cfg.dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, T, vocab_size] of the tokens that follow `tokens`, from a hidden state of zeros."""
         embedded = F.dropout(self.encoder(tokens.t()), self.dropout, self.training)
         output, _ = self.lstm(embedded)
         logits: Tensor = self.decoder(F.dropout(output, self.dropout, self.training))
@@ -394,8 +433,9 @@ class LanguageModel(nn.Module):
 
 def build_lstm(cfg: RnnConfig) -> nn.LSTM:
     """Return an LSTM for inputs [T, B, embedding_size], initialised from torch's global generator."""
-    # With one layer torch warns about dropout, which applies between layers.
-    dropout = cfg.dropout if cfg.num_layers > 1 else 0.0
+    dropout = 0.0
+    if cfg.num_layers > 1:  # with one layer torch warns about dropout, which applies between layers
+        dropout = cfg.dropout
     return nn.LSTM(cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=dropout)
 
 
@@ -408,6 +448,7 @@ def whole_model(cfg: Config, learner: Learner) -> LanguageModel:
 
 
 def export(ctx: Context, cfg: Config, model: LanguageModel) -> None:
+    """Export the whole model with sequences of `rnn.bptt` tokens as example."""
     with warnings.catch_warnings():
         # The list is a second name of the LSTM's parameters, which are exported.
         warnings.filterwarnings("ignore", message="The tensor attributes self.lstm._flat_weights")

@@ -13,7 +13,7 @@ order of their index. In async mode each push is an update of its own.
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -64,8 +64,21 @@ class Joined:
 
 def join_scores(lses: Sequence[Tensor], chosen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Join the scores of all servers into the `lse` over the whole vocabulary [n] and the loss of each token [n]."""
-    lse = lses[0] if len(lses) == 1 else torch.logsumexp(torch.stack(list(lses)), 0)
-    return lse, lse - torch.stack(list(chosen)).sum(0)
+    lse = lses[0]
+    if len(lses) > 1:
+        lse = torch.logsumexp(torch.stack(list(lses)), 0)
+    target_logits = torch.stack(list(chosen)).sum(0)  # 0 on all servers but one
+    return lse, lse - target_logits
+
+
+def _join_results(scores: Sequence[Future[tuple[Tensor, Tensor]]]) -> tuple[Tensor, Tensor]:
+    """Wait for the scores of all servers and join them."""
+    lses, chosen = [], []
+    for score in scores:
+        lse, target_logits = score.result()
+        lses.append(lse)
+        chosen.append(target_logits)
+    return join_scores(lses, chosen)
 
 
 class VocabularyServer:
@@ -86,25 +99,33 @@ class VocabularyServer:
         device: torch.device,
         is_async: bool = False,
     ) -> None:
-        self.start, self.stop, self.vocab_size = start, start + len(encoder), vocab_size
+        self.start = start
+        self.stop = start + len(encoder)
+        self.vocab_size = vocab_size
         self.encoder = nn.Parameter(encoder.to(device))
         self.weight = nn.Parameter(weight.to(device))
         self.bias = nn.Parameter(torch.zeros(len(encoder), device=device))
         self.decoder_optimizer = build_optimizer([self.weight, self.bias], cfg)
         # Plain SGD gives the same result with sparse gradients, which cost only their rows; SparseAdam does not update
         # the moments of other rows. Momentum of SGD and weight decay change every row in every step.
-        self._is_sparse = cfg.weight_decay == 0 and (cfg.name == "adam" or (cfg.name == "sgd" and cfg.momentum == 0))
+        is_adam = cfg.name == "adam"
+        is_plain_sgd = cfg.name == "sgd" and cfg.momentum == 0
+        self._is_sparse = cfg.weight_decay == 0 and (is_adam or is_plain_sgd)
         self.row_optimizer: torch.optim.Optimizer
-        if self._is_sparse:
-            kind = torch.optim.SparseAdam if cfg.name == "adam" else torch.optim.SGD
-            self.row_optimizer = kind([self.encoder], lr=cfg.lr)
-        else:
+        if not self._is_sparse:
             self.row_optimizer = build_optimizer([self.encoder], cfg)
+        elif is_adam:
+            self.row_optimizer = torch.optim.SparseAdam([self.encoder], lr=cfg.lr)
+        else:
+            self.row_optimizer = torch.optim.SGD([self.encoder], lr=cfg.lr)
         self._num_trainers = num_trainers
         self._device = device
         self._is_async = is_async
-        # By trainer and batch number modulo the number of slots; calls of two batches may overlap.
-        self._slots = [[Slot() for _ in range(2 if is_async else 1)] for _ in range(num_trainers)]
+        num_slots = 1
+        if is_async:  # calls of two batches may overlap
+            num_slots = 2
+        # By trainer, and by batch number modulo the number of slots.
+        self._slots = [[Slot() for _ in range(num_slots)] for _ in range(num_trainers)]
         self._evaluation_slots = [Slot() for _ in range(num_trainers)]
         self._pushed: dict[int, tuple[Slot, Tensor, Tensor]] = {}  #: by trainer, until the update has all of them
         self._joined: dict[int, Joined] = {}  #: the last update; in async mode that of each trainer
@@ -116,10 +137,12 @@ class VocabularyServer:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
+        """The methods that trainers call, by name."""
         names = ("pull", "score", "backward", "decode", "measure", "push_for_norm", "push", "weights")
         return {name: getattr(self, name) for name in names}
 
     def pull(self, ids: Tensor) -> Tensor:
+        """Return the embedding rows of these tokens, [n, embedding]."""
         with self._condition:
             return self._lookup(ids)
 
@@ -135,19 +158,22 @@ class VocabularyServer:
 
     @torch.no_grad()
     def _forward(self, slot: Slot, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        slot.hidden, targets = hidden.to(self._device), targets.to(self._device)
-        shape = len(hidden), self.stop - self.start
+        """Compute the probabilities of a batch over this server's rows, in the slot; return the result of `score`."""
+        slot.hidden = hidden.to(self._device)
+        targets = targets.to(self._device)
+        shape = (len(hidden), self.stop - self.start)
         if slot.probs is None or slot.probs.shape != shape:
             slot.probs = slot.hidden.new_empty(shape)
         logits = torch.addmm(self.bias, slot.hidden, self.weight.t(), out=slot.probs)
         slot.mine = ((targets >= self.start) & (targets < self.stop)).nonzero().flatten()
         slot.targets = targets[slot.mine] - self.start
-        chosen = slot.hidden.new_zeros(len(hidden)).index_put_((slot.mine,), logits[slot.mine, slot.targets])
-        top = logits.amax(1)
-        torch.softmax(logits, 1, out=logits)
+        target_logits = slot.hidden.new_zeros(len(hidden))
+        target_logits.index_put_((slot.mine,), logits[slot.mine, slot.targets])
+        largest_logit = logits.amax(1)
+        probs = torch.softmax(logits, 1, out=logits)
         # The largest probability is at least 1 / rows, so this is exact; `logsumexp` would take two more passes.
-        slot.lse = top - logits.amax(1).log()
-        return slot.lse, chosen
+        slot.lse = largest_logit - probs.amax(1).log()
+        return slot.lse, target_logits
 
     @torch.no_grad()
     def backward(self, trainer: int, number: int, lse: Tensor, scale: float) -> Tensor:
@@ -158,7 +184,8 @@ class VocabularyServer:
         slot = self._slot(trainer, number)
         assert slot.probs is not None
         # Row factors scale the small matrices, so that the probabilities are not written again.
-        slot.factor, slot.scale = (slot.lse - lse.to(self._device)).exp_().mul_(scale), scale
+        slot.factor = (slot.lse - lse.to(self._device)).exp_().mul_(scale)
+        slot.scale = scale
         gradient = torch.mm(slot.probs, self.weight).mul_(slot.factor[:, None])
         gradient.index_add_(0, slot.mine, self.weight[slot.targets], alpha=-scale)
         slot.gradients = self._run(slot, self._weight_gradient, slot)
@@ -166,6 +193,7 @@ class VocabularyServer:
 
     @torch.no_grad()
     def _weight_gradient(self, slot: Slot) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the decoder's weight and bias for a batch, in the slot's buffers."""
         assert slot.probs is not None
         if slot.buffers is None:
             slot.buffers = (torch.empty_like(self.weight), torch.empty_like(self.bias))
@@ -178,8 +206,10 @@ class VocabularyServer:
 
     def decode(self, trainer: int, number: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
         """Return summed loss and gradient of the output: `score` and `backward` in one call, for a single server."""
-        lse, losses = join_scores(*zip(self.score(trainer, number, hidden, targets), strict=True))
-        return float(losses.double().sum()), self.backward(trainer, number, lse, scale)
+        own_lse, target_logits = self.score(trainer, number, hidden, targets)
+        lse, losses = join_scores([own_lse], [target_logits])
+        loss_sum = float(losses.double().sum())
+        return loss_sum, self.backward(trainer, number, lse, scale)
 
     def measure(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as `score`, for an evaluation."""
@@ -200,22 +230,26 @@ class VocabularyServer:
     ) -> Tensor:
         """Update with these gradients, or with `scale` times those for the norm; return the rows of the next batch."""
         with self._condition:
-            if rows is None:
-                joined = self._joined[trainer if self._is_async else 0]
-            else:
+            if rows is not None:
                 joined = self._collect(trainer, number, ids, rows)
+            elif self._is_async:
+                joined = self._joined[trainer]
+            else:
+                joined = self._joined[0]
             if not joined.is_applied:  # the first of the trainers updates: all send the same scale and learning rate
                 joined.is_applied = True
                 self._update(joined, scale, lr)
             return self._lookup(next_ids)
 
     def weights(self) -> dict[str, Tensor]:
+        """Return this server's rows on the CPU, after all updates, with the names of `LanguageModel`."""
         self.settle()
         return {name: tensor.cpu() for name, tensor in self.named_rows.items()}
 
     # --- updates
 
     def _slot(self, trainer: int, number: int) -> Slot:
+        """Return the slot of a trainer's batch."""
         slots = self._slots[trainer]
         return slots[number % len(slots)]
 
@@ -237,7 +271,13 @@ class VocabularyServer:
         return self._joined[0]
 
     def _join(self, trainers: Sequence[int]) -> Joined:
-        slots, ids, rows = zip(*(self._pushed.pop(trainer) for trainer in trainers), strict=True)
+        """Return the gradients that these trainers have pushed as one update, in the order of the trainers."""
+        slots, ids, rows = [], [], []
+        for trainer in trainers:
+            slot, trainer_ids, trainer_rows = self._pushed.pop(trainer)
+            slots.append(slot)
+            ids.append(trainer_ids)
+            rows.append(trainer_rows)
         joined = torch.sparse_coo_tensor(
             (torch.cat(ids) - self.start)[None],
             torch.cat(rows),
@@ -245,7 +285,7 @@ class VocabularyServer:
             check_invariants=False,
             is_coalesced=len(ids) == 1,  # the ids of one trainer are different and sorted
         )
-        return Joined(joined.coalesce(), list(slots))
+        return Joined(joined.coalesce(), slots)
 
     def _decoder_gradients(self, joined: Joined) -> tuple[Tensor, Tensor]:
         """Return the gradients of the decoder, summed over the trainers in order."""
@@ -257,8 +297,12 @@ class VocabularyServer:
 
     def _update(self, joined: Joined, scale: float, lr: float) -> None:
         """Update the embedding now, since trainers wait for its rows, and the decoder once its gradients are there."""
-        gradient = joined.rows if scale == 1.0 else joined.rows * scale
-        self.encoder.grad = gradient if self._is_sparse else gradient.to_dense()
+        gradient = joined.rows
+        if scale != 1.0:
+            gradient = gradient * scale
+        if not self._is_sparse:
+            gradient = gradient.to_dense()
+        self.encoder.grad = gradient
         set_lr(self.row_optimizer, lr)
         self.row_optimizer.step()
         update = self._run(joined.slots[0], self._update_decoder, joined, scale, lr)
@@ -267,7 +311,8 @@ class VocabularyServer:
 
     def _update_decoder(self, joined: Joined, scale: float, lr: float) -> None:
         with self._decoder_lock:
-            self.weight.grad, self.bias.grad = gradients = self._decoder_gradients(joined)
+            gradients = self._decoder_gradients(joined)
+            self.weight.grad, self.bias.grad = gradients
             if scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
             set_lr(self.decoder_optimizer, lr)
@@ -285,6 +330,7 @@ class VocabularyServer:
         return self.encoder.detach()[ids.to(self._device) - self.start]
 
     def settle(self) -> None:
+        """Wait for pending updates of the decoder."""
         for slot in itertools.chain.from_iterable(self._slots):
             if slot.used is not None:
                 slot.used.result()
@@ -309,118 +355,147 @@ class VocabularyServer:
     def restore(self, saved: Restored) -> None:
         """Load rows and optimizer states from the shards of any number of servers."""
         check_vocab_size(saved, self.vocab_size)
-        num_servers = saved.trainer["num_servers"]
-        shares = [share_of(server, num_servers, self.vocab_size) for server in range(num_servers)]
-        owners = [
-            saved.trainer["num_trainers"] + server
-            for server, rows in enumerate(shares)
-            if rows.start < self.stop and self.start < rows.stop
-        ]
-        contents = [content for rank in owners if (content := saved.shard(rank)) is not None]
-        first = contents[0]["rows"]["decoder.bias"][0]
-        own = slice(self.start - first, self.stop - first)
+        shards = self._shards_with_own_rows(saved)
+        first_row, _ = shards[0]["rows"]["decoder.bias"]
+        own_rows = slice(self.start - first_row, self.stop - first_row)
 
         def select(values: Sequence[Any]) -> Any:
-            if not isinstance(values[0], Tensor):
-                return values[0]
-            return torch.cat(list(values))[own] if values[0].dim() else values[0].clone()
+            """Return this server's part of a value of each shard: of its rows, or equal in all shards."""
+            first = values[0]
+            if not isinstance(first, Tensor):
+                return first
+            if first.dim() == 0:
+                return first.clone()
+            return torch.cat(list(values))[own_rows]
 
         for name, tensor in self.named_rows.items():
-            tensor.copy_(select([content["model"][name] for content in contents]))
+            tensor.copy_(select([shard["model"][name] for shard in shards]))
         for key, optimizer in (("decoder", self.decoder_optimizer), ("rows", self.row_optimizer)):
-            parts = [content["trainer"][key] for content in contents]
-            states = {
-                index: {name: select([part["state"][index][name] for part in parts]) for name in state}
-                for index, state in parts[0]["state"].items()
-            }
+            states_of_shards = [shard["trainer"][key]["state"] for shard in shards]
+            own_states: dict[int, dict[str, Any]] = {}  # by number of the parameter
+            for index, state in states_of_shards[0].items():
+                own_states[index] = {
+                    name: select([states[index][name] for states in states_of_shards]) for name in state
+                }
             # The options stay those of the config, also of a sparse optimizer, which torch makes.
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": own_states})
+
+    def _shards_with_own_rows(self, saved: Restored) -> list[Mapping[str, Any]]:
+        """Return the shards of a checkpoint that have some of this server's rows, in the order of the rows."""
+        num_servers = saved.trainer["num_servers"]
+        shards: list[Mapping[str, Any]] = []
+        for server in range(num_servers):
+            rows = share_of(server, num_servers, self.vocab_size)
+            if rows.start >= self.stop or rows.stop <= self.start:
+                continue
+            shard = saved.shard(saved.trainer["num_trainers"] + server)
+            if shard is not None:
+                shards.append(shard)
+        return shards
 
 
 def check_vocab_size(saved: Restored, vocab_size: int) -> None:
     """Raise ConfigError unless the checkpoint was trained on a vocabulary of this size."""
-    if (trained := saved.trainer["vocab_size"]) != vocab_size:
+    trained_size = saved.trainer["vocab_size"]
+    if trained_size != vocab_size:
         raise ConfigError(
-            f"the text has {vocab_size} different tokens, but the checkpoint was trained on {trained}:"
-             " resume with the same text and tokenizer"
-        )  # fmt: skip
+            f"the text has {vocab_size} different tokens, but the checkpoint was trained on {trained_size}:"
+            " resume with the same text and tokenizer"
+        )
 
 
 class VocabularyClient:
     """All servers of the vocabulary as one object, for the trainer with this index and device.
 
-    A method that returns a function sends its requests at once; the function waits for the answers.
+    A method that returns a function sends its requests at once; the function waits for the answers. Token ids are
+    sorted and different.
     """
 
     def __init__(self, group: RpcGroup, *, trainer: int, vocab_size: int, device: torch.device) -> None:
-        self._group, self._names = group, group.of_role("parameter_server")
+        self._group = group
+        self._names = group.of_role("parameter_server")
         self._trainer = trainer
         self.vocab_size = vocab_size
-        firsts = [share_of(server, len(self._names), vocab_size).start for server in range(len(self._names))]
-        self._bounds = torch.tensor([*firsts, vocab_size])
+        num_servers = len(self._names)
+        first_rows = [share_of(server, num_servers, vocab_size).start for server in range(num_servers)]
+        self._bounds = torch.tensor([*first_rows, vocab_size])
         self._device = device
 
-    def _of_each(self, ids: Tensor) -> dict[str, slice]:
-        """Return the slice of the sorted ids that each server has."""
+    def _slices(self, ids: Tensor) -> dict[str, slice]:
+        """Return the slice of the ids whose rows each server has, by name of the server."""
         if len(self._names) == 1:
             return {self._names[0]: slice(None)}
         cuts = torch.searchsorted(ids, self._bounds).tolist()
         return {name: slice(*pair) for name, pair in zip(self._names, itertools.pairwise(cuts), strict=True)}
 
     def _rows_of(self, calls: Sequence[Future[Tensor]]) -> Callable[[], Tensor]:
-        def rows() -> Tensor:
-            parts = [call.result().to(self._device) for call in calls]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Return a function that waits for the rows of all servers and joins them."""
 
-        return rows
+        def receive_rows() -> Tensor:
+            parts = [call.result().to(self._device) for call in calls]
+            if len(parts) == 1:
+                return parts[0]
+            return torch.cat(parts)
+
+        return receive_rows
 
     def pull(self, ids: Tensor) -> Callable[[], Tensor]:
-        return self._rows_of([self._group.call(name, "pull", ids[part]) for name, part in self._of_each(ids).items()])
+        """Request the embedding rows of these tokens."""
+        calls = [self._group.call(server, "pull", ids[part]) for server, part in self._slices(ids).items()]
+        return self._rows_of(calls)
 
     def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
         """Start a batch; request its summed loss and the gradient of `hidden`, multiplied by `scale`."""
         if len(self._names) == 1:  # which has all rows: one call is enough
             (call,) = self._group.call_all(self._names, "decode", self._trainer, number, hidden, targets, scale)
-            return lambda: (call.result()[0], call.result()[1].to(self._device))
+
+            def receive() -> tuple[float, Tensor]:
+                loss_sum, gradient = call.result()
+                return loss_sum, gradient.to(self._device)
+
+            return receive
         scores = self._group.call_all(self._names, "score", self._trainer, number, hidden, targets)
 
-        def loss_and_gradient() -> tuple[float, Tensor]:
-            lse, losses = join_scores(*zip(*(score.result() for score in scores), strict=True))
-            parts = [
-                call.result()
-                for call in self._group.call_all(self._names, "backward", self._trainer, number, lse, scale)
-            ]
+        def receive_and_propagate_back() -> tuple[float, Tensor]:
+            lse, losses = _join_results(scores)
+            calls = self._group.call_all(self._names, "backward", self._trainer, number, lse, scale)
+            parts = [call.result() for call in calls]
             return float(losses.double().sum()), torch.stack(parts).sum(0).to(self._device)
 
-        return loss_and_gradient
+        return receive_and_propagate_back
 
     def loss(self, hidden: Tensor, targets: Tensor) -> float:
+        """Return the summed loss of a batch for an evaluation."""
         scores = self._group.call_all(self._names, "measure", self._trainer, hidden, targets)
-        _, losses = join_scores(*zip(*(score.result() for score in scores), strict=True))
+        _, losses = _join_results(scores)
         return float(losses.double().sum())
 
     def push_for_norm(self, number: int, ids: Tensor, rows: Tensor) -> float:
         """Send gradients for clipping; return the squared norm of all gradients of the servers."""
-        calls = [
-            self._group.call(server, "push_for_norm", self._trainer, number, ids[part], rows[part])
-            for server, part in self._of_each(ids).items()
-        ]
+        calls = []
+        for server, part in self._slices(ids).items():
+            calls.append(self._group.call(server, "push_for_norm", self._trainer, number, ids[part], rows[part]))
         return math.fsum(call.result() for call in calls)
 
     def push(
         self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
     ) -> Callable[[], Tensor]:
-        """Update the servers with these gradients, without `rows` with `scale` times those for the norm.
+        """Update the servers with the gradients `rows`, or, with None, with `scale` times those of `push_for_norm`.
 
         Request the rows of `next_ids` after the update.
         """
-        calls, next_parts = [], self._of_each(next_ids)
-        for server, part in self._of_each(ids).items():
-            mine = (ids[part], None if rows is None else rows[part])
-            further = (scale, lr, next_ids[next_parts[server]])
-            calls.append(self._group.call(server, "push", self._trainer, number, *mine, *further))
+        calls = []
+        next_slices = self._slices(next_ids)
+        for server, part in self._slices(ids).items():
+            server_rows = None
+            if rows is not None:
+                server_rows = rows[part]
+            server_next_ids = next_ids[next_slices[server]]
+            arguments = (self._trainer, number, ids[part], server_rows, scale, lr, server_next_ids)
+            calls.append(self._group.call(server, "push", *arguments))
         return self._rows_of(calls)
 
     def weights(self) -> dict[str, Tensor]:
+        """Return all rows on the CPU, with the names of `LanguageModel`."""
         parts = [call.result() for call in self._group.call_all(self._names, "weights")]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
