@@ -42,17 +42,18 @@ class HybridConfig(ConfigSection):
     @property
     def num_numeric(self) -> int:
         """Number of numeric features of a sample."""
-        return len(self.numeric_columns) if self.file else NUM_SYNTHETIC_NUMERIC
+        if self.file:
+            return len(self.numeric_columns)
+        return NUM_SYNTHETIC_NUMERIC
 
     def problems(self) -> list[str]:
+        """Return a message for each invalid value of this section."""
         problems = [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
         problems += [f"tables: {name!r} must not contain '.'" for name in self.tables if "." in name or not name]
         problems += [f"hidden_sizes must be >= 1 each, got {size}" for size in self.hidden_sizes if size < 1]
         known = ", ".join(self.tables)
-        problems += [
-            f"hashed_tables: no table is named {name!r}: use {known}"
-            for name in set(self.hashed_tables) - set(self.tables)
-        ]
+        for name in set(self.hashed_tables) - set(self.tables):
+            problems.append(f"hashed_tables: no table is named {name!r}: use {known}")
         if not self.file and (self.numeric_columns or self.hashed_tables):
             problems.append("numeric_columns and hashed_tables need a file: set file to its path, or leave them out")
         return problems
@@ -68,8 +69,10 @@ def _check(config: Config) -> list[str]:
 
 
 def _check_host(config: Config) -> list[str]:
-    data = config.section(HybridConfig).file
-    return [f"hybrid.file: no such file: {data}"] if data and not Path(data).is_file() else []
+    file = config.section(HybridConfig).file
+    if not file or Path(file).is_file():
+        return []
+    return [f"hybrid.file: no such file: {file}"]
 
 
 TRAINER = Trainer(

@@ -4,6 +4,7 @@ In the synthetic log each row of each table and each numeric feature has an effe
 of a sample's effects. The AUC of that sum is the best that a model can reach.
 """
 
+import math
 import os
 import zlib
 from bisect import bisect_left, bisect_right
@@ -29,6 +30,14 @@ BLOCK = 4096
 MAX_BAG_SIZE = 3
 #: Bytes at the start and at the end of a file that its digest covers.
 _DIGEST_BYTES = 1 << 20
+#: A larger Parquet file may take this many times its size in memory, a smaller one this many bytes. More than that
+#: points to a file that was made to exhaust the memory.
+_MAX_EXPANSION = 256
+_MIN_MEMORY_BYTES = 64 << 20
+#: Limit of the characters of pyarrow's message in an error.
+_MAX_REASON_LENGTH = 300
+#: Factor of a seed before a number is added: seeds of different epochs or blocks differ for fewer than so many.
+_SEED_STRIDE = 1_000_003
 #: Scale of the effects of numeric features and rows, and the log-odds of a click without effects.
 NUMERIC_EFFECT, ROW_EFFECT, BIAS = 0.4, 0.9, -1.0
 
@@ -54,10 +63,13 @@ class Bags:
         return torch.arange(len(self)).repeat_interleave(self.offsets.diff())
 
     def take(self, bags: Tensor) -> "Bags":
+        """Return the bags with these indices, in this order."""
         sizes = self.offsets.diff()[bags]
-        shift = self.offsets[bags] - (sizes.cumsum(0) - sizes)
-        places = shift.repeat_interleave(sizes)
-        return Bags.of_sizes(self.ids[places.add_(torch.arange(len(places)))], sizes)
+        new_offsets = sizes.cumsum(0) - sizes
+        shifts = self.offsets[bags] - new_offsets
+        places = shifts.repeat_interleave(sizes)
+        places += torch.arange(len(places))
+        return Bags.of_sizes(self.ids[places], sizes)
 
 
 @dataclass(frozen=True)
@@ -74,28 +86,39 @@ class Clicks:
         return len(self.labels)
 
     def take(self, samples: Tensor) -> "Clicks":
-        count = len(self.tables)
-        bags = self.bags.take((samples[:, None] * count + torch.arange(count)).flatten())
-        best = None if self.best_scores is None else self.best_scores[samples]
-        return Clicks(bags, self.numeric[samples], self.labels[samples], self.tables, best)
+        """Return the samples with these indices, in this order."""
+        num_tables = len(self.tables)
+        bags = samples[:, None] * num_tables + torch.arange(num_tables)
+        best_scores = None
+        if self.best_scores is not None:
+            best_scores = self.best_scores[samples]
+        return Clicks(
+            bags=self.bags.take(bags.flatten()),
+            numeric=self.numeric[samples],
+            labels=self.labels[samples],
+            tables=self.tables,
+            best_scores=best_scores,
+        )
 
     def placed(self, place: Callable[[Tensor, Tensor], Tensor]) -> Self:
         """Return the same clicks with other ids, by a function of id and number of the table, int64 [n] each."""
-        placed = place(self.bags.ids, self.bags.of_id % len(self.tables))
-        return replace(self, bags=Bags(placed, self.bags.offsets))
+        table_of_id = self.bags.of_id % len(self.tables)
+        new_ids = place(self.bags.ids, table_of_id)
+        return replace(self, bags=Bags(new_ids, self.bags.offsets))
 
 
 def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Tensor]:
     """Yield the sample indices of each batch of an epoch, shuffled by (seed, epoch), from batch `start` on."""
-    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    generator = torch.Generator().manual_seed(seed * _SEED_STRIDE + epoch)
+    order = torch.randperm(num_samples, generator=generator)
     yield from order.split(batch_size)[start:]
 
 
 def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
     """Return name, source and digest of the click log; for a file, the digest covers its size, start and end."""
     if not cfg.file:
-        synthetic = (cfg.num_samples, cfg.tables, NUM_SYNTHETIC_NUMERIC)
-        return "synthetic-clicks", "generated", digest_of(list(synthetic), seed)
+        synthetic = [cfg.num_samples, cfg.tables, NUM_SYNTHETIC_NUMERIC]
+        return "synthetic-clicks", "generated", digest_of(synthetic, seed)
     path = Path(cfg.file).expanduser()
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -107,6 +130,8 @@ def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
 
 
 class SyntheticLog:
+    """A click log that is drawn from `seed` in blocks, so that each part can be read alone."""
+
     def __init__(self, cfg: HybridConfig, seed: int) -> None:
         self._cfg = cfg
         self._seed = seed
@@ -118,40 +143,50 @@ class SyntheticLog:
         return self._cfg.num_samples
 
     def read(self, first: int, end: int) -> Clicks:
-        blocks = range(first // BLOCK, -(-end // BLOCK))
-        return _joined([self._block(block) for block in blocks]).take(torch.arange(first, end) - blocks.start * BLOCK)
+        """Return the samples from `first` to `end`, without the latter."""
+        blocks = range(first // BLOCK, math.ceil(end / BLOCK))
+        samples = torch.arange(first, end) - blocks.start * BLOCK
+        return _joined([self._block(block) for block in blocks]).take(samples)
 
     def _block(self, block: int) -> Clicks:
-        cfg, count = self._cfg, len(self._cfg.tables)
-        generator = torch.Generator().manual_seed((self._seed + 1) * 1_000_003 + block)
-        num_bags = BLOCK * count
-        lengths = torch.randint(1, MAX_BAG_SIZE + 1, (num_bags,), generator=generator)
-        table_of_id = (torch.arange(num_bags) % count).repeat_interleave(lengths)
-        rows = torch.tensor(list(cfg.tables.values()))[table_of_id]
-        u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-        ids = (rows * u**2).long()
-        effect = torch.empty(len(ids))
+        """Draw BLOCK samples."""
+        num_rows = torch.tensor(list(self._cfg.tables.values()))
+        num_tables = len(num_rows)
+        generator = torch.Generator().manual_seed((self._seed + 1) * _SEED_STRIDE + block)
+        num_bags = BLOCK * num_tables
+        bag_sizes = torch.randint(1, MAX_BAG_SIZE + 1, (num_bags,), generator=generator)
+        table_of_id = (torch.arange(num_bags) % num_tables).repeat_interleave(bag_sizes)
+        num_rows_of_id = num_rows[table_of_id]
+        u = torch.rand(len(table_of_id), generator=generator, dtype=torch.float64)
+        ids = (num_rows_of_id * u**2).long()
+        effect_of_id = torch.empty(len(ids))
         for number, effects in enumerate(self._effects):
-            mine = table_of_id == number
-            effect[mine] = effects[ids[mine]]
-        sample = torch.arange(BLOCK).repeat_interleave(lengths.view(BLOCK, count).sum(1))
-        score = torch.zeros(BLOCK).index_add_(0, sample, effect)
+            in_table = table_of_id == number
+            effect_of_id[in_table] = effects[ids[in_table]]
+        num_ids_of_sample = bag_sizes.view(BLOCK, num_tables).sum(1)
+        sample_of_id = torch.arange(BLOCK).repeat_interleave(num_ids_of_sample)
+        row_effects = torch.zeros(BLOCK).index_add_(0, sample_of_id, effect_of_id)
         numeric = torch.randn(BLOCK, NUM_SYNTHETIC_NUMERIC, generator=generator)
-        num_ids = count * (MAX_BAG_SIZE + 1) / 2  # of a sample, on average
-        score = BIAS + ROW_EFFECT * score / num_ids**0.5 + NUMERIC_EFFECT * numeric @ self._numeric
-        labels = torch.bernoulli(score.sigmoid(), generator=generator)
-        return Clicks(Bags.of_sizes(ids, lengths), numeric, labels, tuple(cfg.tables), score)
+        mean_num_ids = num_tables * (MAX_BAG_SIZE + 1) / 2
+        scores = BIAS + ROW_EFFECT * row_effects / mean_num_ids**0.5 + NUMERIC_EFFECT * numeric @ self._numeric
+        labels = torch.bernoulli(scores.sigmoid(), generator=generator)
+        return Clicks(Bags.of_sizes(ids, bag_sizes), numeric, labels, tuple(self._cfg.tables), scores)
 
 
 def _joined(parts: list[Clicks]) -> Clicks:
+    """Return the samples of all parts, one part after another."""
+    ids = torch.cat([part.bags.ids for part in parts])
     sizes = torch.cat([part.bags.offsets.diff() for part in parts])
-    best = [part.best_scores for part in parts if part.best_scores is not None]
+    best_scores = None
+    best_of_parts = [part.best_scores for part in parts if part.best_scores is not None]
+    if best_of_parts:
+        best_scores = torch.cat(best_of_parts)
     return Clicks(
-        Bags.of_sizes(torch.cat([part.bags.ids for part in parts]), sizes),
-        torch.cat([part.numeric for part in parts]),
-        torch.cat([part.labels for part in parts]),
-        parts[0].tables,
-        torch.cat(best) if best else None,
+        bags=Bags.of_sizes(ids, sizes),
+        numeric=torch.cat([part.numeric for part in parts]),
+        labels=torch.cat([part.labels for part in parts]),
+        tables=parts[0].tables,
+        best_scores=best_scores,
     )
 
 
@@ -186,28 +221,34 @@ class FileLog:
             raise self._unreadable(error) from error
 
     def _check_metadata(self, metadata: Any) -> None:
-        groups = self._groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        sizes = [group.num_rows for group in groups]
+        """Keep the row groups of a Parquet file. Raises DataError if the file is damaged or has not the columns."""
+        self._groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        sizes = [group.num_rows for group in self._groups]
         if any(size < 0 for size in sizes) or self._num_rows != sum(sizes):
             raise DataError(f"{self._path} is damaged: its row groups do not have {self._num_rows} rows")
-        if missing := set(self._columns) - set(self._parquet.schema_arrow.names):
+        missing = set(self._columns) - set(self._parquet.schema_arrow.names)
+        if missing:
             raise DataError(
                 f"{self._path} has no column {sorted(missing)[0]!r}: it needs {LABEL_COLUMN!r} and those of"
                 " hybrid.numeric_columns and hybrid.tables"
             )
-        # Equal values need no space in the file, but 8 bytes each in memory. A file is refused if they take more than
-        # 256 times its size, unless they take little.
-        num_values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
-        num_bytes = 8 * num_values + sum(group.total_byte_size for group in groups)
-        size = self._path.stat().st_size
-        if num_bytes > max(64 << 20, 256 * size):
+        num_values = 0
+        num_bytes = 0
+        for group in self._groups:
+            num_values += sum(group.column(number).num_values for number in range(group.num_columns))
+            num_bytes += group.total_byte_size
+        # Equal values need no space in the file, but 8 bytes each in memory.
+        num_bytes += 8 * num_values
+        file_bytes = self._path.stat().st_size
+        if num_bytes > max(_MIN_MEMORY_BYTES, _MAX_EXPANSION * file_bytes):
             raise DataError(
-                f"{self._path} has {num_values:,} values in {size} bytes, which would exhaust the memory: if it is a"
-                " click log, write it without compression and dictionaries"
+                f"{self._path} has {num_values:,} values in {file_bytes} bytes, which would exhaust the memory: if it"
+                " is a click log, write it without compression and dictionaries"
             )
 
     def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"{self._path} cannot be read as a click log: {' '.join(str(error).split())[:300]}")
+        reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+        return DataError(f"{self._path} cannot be read as a click log: {reason}")
 
     def __len__(self) -> int:
         return int(self._num_rows)
@@ -224,27 +265,35 @@ class FileLog:
 
     def _read(self, first: int, end: int) -> Clicks:
         cfg = self._cfg
-        if self._parquet is None:
-            table = self._table.slice(first, end - first)
-        else:  # the row groups that have some of these samples
-            ends = list(accumulate(group.num_rows for group in self._groups))
-            groups = range(bisect_right(ends, first), bisect_left(ends, end) + 1)
-            begin = ends[groups.start] - self._groups[groups.start].num_rows
-            table = self._parquet.read_row_groups(groups, columns=self._columns).slice(first - begin, end - first)
+        table = self._rows(first, end)
         labels = self._numbers(table, LABEL_COLUMN)
-        if not bool(((labels == 0) | (labels == 1)).all()):
+        is_valid = (labels == 0) | (labels == 1)
+        if not bool(is_valid.all()):
             raise DataError(f"{self._path}: column {LABEL_COLUMN!r} must be 0 or 1")
         numeric = torch.zeros(len(labels), len(cfg.numeric_columns))
         for number, name in enumerate(cfg.numeric_columns):
             numeric[:, number] = self._numbers(table, name)
         columns = [self._bags(table, name, rows) for name, rows in cfg.tables.items()]
         # From the order of the file, by column, to order by sample.
+        ids = torch.cat([column.ids for column in columns])
         sizes = torch.cat([column.offsets.diff() for column in columns])
-        whole = Bags.of_sizes(torch.cat([column.ids for column in columns]), sizes)
-        order = torch.arange(len(whole)).view(len(columns), -1).t().flatten()
-        return Clicks(whole.take(order), numeric, labels, tuple(cfg.tables))
+        by_column = Bags.of_sizes(ids, sizes)
+        order = torch.arange(len(by_column)).view(len(columns), -1).t().flatten()
+        return Clicks(by_column.take(order), numeric, labels, tuple(cfg.tables))
+
+    def _rows(self, first: int, end: int) -> Any:
+        """Return these rows of the file as a pyarrow Table."""
+        if self._parquet is None:
+            return self._table.slice(first, end - first)
+        # Only the row groups that have some of these rows are read.
+        ends = list(accumulate(group.num_rows for group in self._groups))
+        groups = range(bisect_right(ends, first), bisect_left(ends, end) + 1)
+        first_of_groups = ends[groups.start] - self._groups[groups.start].num_rows
+        table = self._parquet.read_row_groups(groups, columns=self._columns)
+        return table.slice(first - first_of_groups, end - first)
 
     def _numbers(self, table: Any, name: str) -> Tensor:
+        """Return a numeric column, float32 [n]."""
         from pyarrow import types
 
         column = table[name]
@@ -254,6 +303,7 @@ class FileLog:
         return torch.from_numpy(np.array(column.to_numpy(), dtype=np.float32))
 
     def _bags(self, table: Any, name: str, rows: int) -> Bags:
+        """Return the bags of an id column, with the ids of a table of `rows` rows."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -262,34 +312,43 @@ class FileLog:
             empty = pa.scalar(None, column.type)  # an empty field is an empty bag
             column = pc.split_pattern(pc.if_else(pc.equal(column, ""), empty, column), "|")
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            lengths = torch.from_numpy(np.array(pc.fill_null(pc.list_value_length(column), 0), dtype=np.int64))
+            sizes = _int64(pc.fill_null(pc.list_value_length(column), 0))
             values = column.flatten()
         else:
-            lengths, values = torch.ones(len(column), dtype=torch.int64), column
+            sizes = torch.ones(len(column), dtype=torch.int64)
+            values = column
         if values.null_count:
             raise DataError(f"{self._path}: column {name!r} has null ids: write an empty bag as an empty list")
         if name in self._cfg.hashed_tables:
             coded = values.cast(pa.string()).dictionary_encode()
             hashes = [zlib.crc32(text.encode()) % rows for text in coded.dictionary.to_pylist()]
-            indices = torch.from_numpy(np.array(coded.indices, dtype=np.int64))
-            return Bags.of_sizes(torch.tensor(hashes, dtype=torch.int64)[indices], lengths)
+            ids = torch.tensor(hashes, dtype=torch.int64)[_int64(coded.indices)]
+            return Bags.of_sizes(ids, sizes)
         try:
-            ids = torch.from_numpy(np.array(values.cast(pa.int64()), dtype=np.int64))
+            ids = _int64(values.cast(pa.int64()))
         except pa.ArrowInvalid as error:
             raise DataError(
                 f"{self._path}: column {name!r} has ids that are not integers: add it to hybrid.hashed_tables"
             ) from error
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
-            raise DataError(
-                f"{self._path}: column {name!r} has ids {int(ids.min())} to {int(ids.max())}, but"
-                f" hybrid.tables.{name}={rows}: raise it to {int(ids.max()) + 1}, or add it to hybrid.hashed_tables"
-            )
-        return Bags.of_sizes(ids, lengths)
+        if len(ids):
+            smallest, largest = int(ids.min()), int(ids.max())
+            if smallest < 0 or largest >= rows:
+                raise DataError(
+                    f"{self._path}: column {name!r} has ids {smallest} to {largest}, but"
+                    f" hybrid.tables.{name}={rows}: raise it to {largest + 1}, or add it to hybrid.hashed_tables"
+                )
+        return Bags.of_sizes(ids, sizes)
+
+
+def _int64(values: Any) -> Tensor:
+    """Return the integers of a pyarrow array, int64 [n]."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def padded(clicks: Clicks, bag_size: int) -> Tensor:
     """Return the samples as input of `ClickModel`: float64 [N, num_numeric + tables × bag_size]."""
-    ids = torch.full((len(clicks.bags), bag_size), -1.0, dtype=torch.float64)
-    for row, bag in zip(ids, clicks.bags.ids.tensor_split(clicks.bags.offsets[1:-1]), strict=True):
-        row[: len(bag)] = bag[:bag_size]
-    return torch.cat([clicks.numeric.double(), ids.view(len(clicks), -1)], dim=1)
+    padded_ids = torch.full((len(clicks.bags), bag_size), -1.0, dtype=torch.float64)
+    ids_of_bags = clicks.bags.ids.tensor_split(clicks.bags.offsets[1:-1])
+    for row, ids in zip(padded_ids, ids_of_bags, strict=True):
+        row[: len(ids)] = ids[:bag_size]
+    return torch.cat([clicks.numeric.double(), padded_ids.view(len(clicks), -1)], dim=1)

@@ -43,9 +43,11 @@ class Layout:
     num_servers: int
 
     def span(self, table: str, server: int) -> range:
+        """Return the rows of a table that a server has."""
         return share_of(server, self.num_servers, self.tables[table])
 
     def num_rows(self, server: int) -> int:
+        """Return the number of rows of all tables on a server."""
         return sum(len(self.span(table, server)) for table in self.tables)
 
     @property
@@ -55,16 +57,18 @@ class Layout:
 
     def place(self, ids: Tensor, table_of_id: Tensor) -> Tensor:
         """Return the global rows, int64 [n], of ids in tables (given by number)."""
-        placed = torch.empty_like(ids)
-        begins = self.starts[:-1]  # global row of the table's first row on each server
+        global_rows = torch.empty_like(ids)
+        firsts = self.starts[:-1]  # global row of the table's first row on each server
         for number, table in enumerate(self.tables):
-            mine = table_of_id == number
+            in_table = table_of_id == number
+            table_ids = ids[in_table]
             spans = [self.span(table, server) for server in range(self.num_servers)]
-            server = torch.searchsorted(torch.tensor([span.stop for span in spans]), ids[mine], right=True)
-            shifts = torch.tensor([begin - span.start for begin, span in zip(begins, spans, strict=True)])
-            placed[mine] = ids[mine] + shifts[server]
-            begins = [begin + len(span) for begin, span in zip(begins, spans, strict=True)]
-        return placed
+            stops = torch.tensor([span.stop for span in spans])
+            server_of_id = torch.searchsorted(stops, table_ids, right=True)
+            shifts = torch.tensor([first - span.start for first, span in zip(firsts, spans, strict=True)])
+            global_rows[in_table] = table_ids + shifts[server_of_id]
+            firsts = [first + len(span) for first, span in zip(firsts, spans, strict=True)]
+        return global_rows
 
 
 class SparseOptimizer:
@@ -91,22 +95,23 @@ class SparseOptimizer:
             total = self.state["sum"].index_select(0, rows).addcmul_(grad, grad)
             put_rows(self.state["sum"], rows, total)
             return grad.div_(total.sqrt_().add_(self.ADAGRAD_EPS)).mul_(-self.lr)
-        first, second = self.BETAS
-        mean = self.state["exp_avg"].index_select(0, rows).lerp_(grad, 1 - first)
-        square = self.state["exp_avg_sq"].index_select(0, rows).mul_(second).addcmul_(grad, grad, value=1 - second)
+        beta1, beta2 = self.BETAS
+        mean = self.state["exp_avg"].index_select(0, rows).lerp_(grad, 1 - beta1)
+        square = self.state["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         put_rows(self.state["exp_avg"], rows, mean)
         put_rows(self.state["exp_avg_sq"], rows, square)
-        size = self.lr * (1 - second**self.step) ** 0.5 / (1 - first**self.step)
-        return mean.div_(square.sqrt_().add_(self.ADAM_EPS)).mul_(-size)
+        step_size = self.lr * (1 - beta2**self.step) ** 0.5 / (1 - beta1**self.step)
+        return mean.div_(square.sqrt_().add_(self.ADAM_EPS)).mul_(-step_size)
 
 
 def put_rows(matrix: Tensor, rows: Tensor, values: Tensor) -> None:
     """Set different rows. NumPy copies each row as one element, 3 to 10 times faster than torch."""
     if not matrix.is_cpu:
         matrix.index_copy_(0, rows, values)
-    else:
-        as_one = np.dtype((np.void, matrix.shape[1] * matrix.element_size()))
-        matrix.numpy().view(as_one).reshape(-1)[rows.numpy()] = values.contiguous().numpy().view(as_one).reshape(-1)
+        return
+    row_type = np.dtype((np.void, matrix.shape[1] * matrix.element_size()))
+    matrix_rows = matrix.numpy().view(row_type).reshape(-1)
+    matrix_rows[rows.numpy()] = values.contiguous().numpy().view(row_type).reshape(-1)
 
 
 # Units: what a trainer requests from one server, as `Bags` of rows, numbered from the server's first row. A unit is the
@@ -132,14 +137,18 @@ def with_any(units: Bags, is_marked: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 def grouped(keys: Tensor, members: Tensor) -> tuple[Tensor, Bags]:
     """Return the different keys, sorted, and the members of each, in their given order: sums are deterministic."""
-    # One sort of integers takes 0.1 ms for 20,000 of them; torch.unique takes 2 ms.
-    bits = max(1, (len(keys) - 1).bit_length())
-    packed = (keys.numpy() << bits) | np.arange(len(keys))
+    # One sort of integers takes 0.1 ms for 20,000 of them; torch.unique takes 2 ms. Each integer is a key and, in the
+    # low bits, its place.
+    num_bits = max(1, (len(keys) - 1).bit_length())
+    packed = (keys.numpy() << num_bits) | np.arange(len(keys))
     packed.sort()
-    in_order = packed >> bits
-    firsts = np.flatnonzero(np.diff(in_order, prepend=-1))
-    sorted_members = members[torch.from_numpy(packed & ((1 << bits) - 1))]
-    return torch.from_numpy(in_order[firsts]), Bags(sorted_members, torch.from_numpy(np.append(firsts, len(keys))))
+    sorted_keys = packed >> num_bits
+    places = packed & ((1 << num_bits) - 1)
+    firsts = np.flatnonzero(np.diff(sorted_keys, prepend=-1))  # of each key
+    different_keys = torch.from_numpy(sorted_keys[firsts])
+    sorted_members = members[torch.from_numpy(places)]
+    offsets = torch.from_numpy(np.append(firsts, len(keys)))
+    return different_keys, Bags(sorted_members, offsets)
 
 
 def sums_of(bags: Bags, values: Tensor) -> Tensor:
@@ -152,10 +161,11 @@ class TableShard:
 
     def __init__(self, layout: Layout, server: int, cfg: HybridConfig, *, seed: int, device: torch.device) -> None:
         self._spans = {table: layout.span(table, server) for table in layout.tables}
-        ends = accumulate(map(len, self._spans.values()))
-        self._slices = {
-            table: slice(end - len(span), end) for (table, span), end in zip(self._spans.items(), ends, strict=True)
-        }
+        self._slices: dict[str, slice] = {}  # rows of the matrix by table
+        first = 0
+        for table, span in self._spans.items():
+            self._slices[table] = slice(first, first + len(span))
+            first += len(span)
         self._layout = layout
         self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
         for table, span in self._spans.items():
@@ -164,10 +174,11 @@ class TableShard:
 
     def values(self, units: Bags) -> Tensor:
         """Return the values, [units, dim], on the host."""
-        rows = units.ids.to(self.weight.device)
-        if len(units) == len(rows):
+        device = self.weight.device
+        rows = units.ids.to(device)
+        if len(units) == len(rows):  # each unit is one row
             return self.weight.index_select(0, rows).cpu()
-        return sums_of(Bags(rows, units.offsets.to(self.weight.device)), self.weight).cpu()
+        return sums_of(Bags(rows, units.offsets.to(device)), self.weight).cpu()
 
     def update(self, rows: Tensor, units: Bags, grads: Tensor) -> None:
         """Do one optimizer step for different rows with the gradients of the units that contain each, [units, dim]."""
@@ -185,50 +196,59 @@ class TableShard:
     # --- checkpoints
 
     def table_rows(self, table: str, matrix: Tensor | None = None) -> Tensor:
-        return (self.weight if matrix is None else matrix)[self._slices[table]]
+        """Return a view of a table's rows of the weights, or of another matrix with the same rows."""
+        if matrix is None:
+            matrix = self.weight
+        return matrix[self._slices[table]]
 
     def checkpoint(self) -> Shard:
         """Return views of all rows and of the optimizer's state, which has the same rows."""
-        return Shard(
-            model={weight_name(table): self.table_rows(table) for table in self._spans},
-            rows={weight_name(table): (span.start, self._layout.tables[table]) for table, span in self._spans.items()},
-            trainer={
-                "step": self.optimizer.step,
-                "state": {
-                    weight_name(table): {key: self.table_rows(table, m) for key, m in self.optimizer.state.items()}
-                    for table in self._spans
-                },
-            },
-        )
+        weights = {}
+        first_and_total = {}
+        states = {}
+        for table, span in self._spans.items():
+            name = weight_name(table)
+            weights[name] = self.table_rows(table)
+            first_and_total[name] = (span.start, self._layout.tables[table])
+            states[name] = {key: self.table_rows(table, matrix) for key, matrix in self.optimizer.state.items()}
+        return Shard(model=weights, rows=first_and_total, trainer={"step": self.optimizer.step, "state": states})
 
     def load(self, shards: Iterable[Mapping[str, Any] | None]) -> None:
         """Load this server's rows from shards of any number of servers, one at a time, until it has all rows."""
-        missing = {table: len(span) for table, span in self._spans.items()}
+        num_missing = {table: len(span) for table, span in self._spans.items()}
         for shard in filter(None, shards):
-            for table, span in self._spans.items():
-                name = weight_name(table)
-                rows = shard["model"][name]
-                first, total = map(int, shard["rows"][name])
-                if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
-                    size = f"{total} × {rows.shape[1]}"
-                    raise CheckpointError(f"the checkpoint's table {table!r} has another size: {size}")
-                begin, end = max(span.start, first), min(span.stop, first + len(rows))
-                if begin >= end:
-                    continue
-                here, there = slice(begin - span.start, end - span.start), slice(begin - first, end - first)
-                self.table_rows(table)[here] = rows[there]
-                for key, matrix in self.optimizer.state.items():
-                    self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
-                missing[table] -= end - begin
+            for table in self._spans:
+                num_missing[table] -= self._load_table(table, shard)
             self.optimizer.step = shard["trainer"]["step"]
-            if not any(missing.values()):
+            if not any(num_missing.values()):
                 return
-        for table, count in missing.items():
+        for table, count in num_missing.items():
             if count:
                 raise CheckpointError(f"the checkpoint lacks {count} rows of table {table!r}")
 
+    def _load_table(self, table: str, shard: Mapping[str, Any]) -> int:
+        """Load the rows of a table that this server and the shard have in common; return their number."""
+        name = weight_name(table)
+        span = self._spans[table]
+        rows = shard["model"][name]
+        first, total = map(int, shard["rows"][name])
+        if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
+            size = f"{total} × {rows.shape[1]}"
+            raise CheckpointError(f"the checkpoint's table {table!r} has another size: {size}")
+        begin = max(span.start, first)
+        end = min(span.stop, first + len(rows))
+        if begin >= end:
+            return 0
+        here = slice(begin - span.start, end - span.start)
+        there = slice(begin - first, end - first)
+        self.table_rows(table)[here] = rows[there]
+        for key, matrix in self.optimizer.state.items():
+            self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
+        return end - begin
+
 
 def weight_name(table: str) -> str:
+    """Return the name of a table's rows in the state dict of `ClickModel`."""
     return f"tables.{table}.weight"
 
 
@@ -249,7 +269,18 @@ TRAIN, LOOK, LEAVE = range(3)
 HEADER_LENGTH = 4
 #: Numbers in the first message of a request. A small request fits into it; each gloo message costs three transfers.
 FIRST_LENGTH = 256
+#: Values are sent before the previous batch's gradients are applied if these change less than this share of the units:
+#: changed values are sent twice.
+MAX_LATE_SHARE = 0.25
 TAG_HEADER, TAG_ROWS, TAG_VALUES, TAG_LATE, TAG_LATE_UNITS, TAG_LATE_VALUES, TAG_GRADIENTS = range(7)
+
+
+class _Request(NamedTuple):
+    """A request of a trainer."""
+
+    kind: int
+    is_ahead: bool  #: whether values are sent before the gradients of the previous batch are applied
+    units: Bags
 
 
 class _Update(NamedTuple):
@@ -258,6 +289,15 @@ class _Update(NamedTuple):
     counts: list[int]  #: number of units by trainer
     rows: Tensor
     units: Bags  #: units that contain each row, numbered across the trainers
+
+
+def _joint_update(requests: Sequence[Bags]) -> _Update:
+    """Return the update for the units that each trainer has requested."""
+    counts = [len(units) for units in requests]
+    first_units = accumulate(counts, initial=0)
+    unit_of_row = [units.of_id + first for units, first in zip(requests, first_units, strict=False)]
+    rows, units_of_row = grouped(torch.cat([units.ids for units in requests]), torch.cat(unit_of_row))
+    return _Update(counts, rows, units_of_row)
 
 
 class TableServer:
@@ -276,30 +316,26 @@ class TableServer:
         """
         update: _Update | None = None
         while True:
-            kinds, ahead, requests = zip(*map(self._receive_request, self._trainers), strict=True)
-            assert len(set(kinds)) == 1, "trainers are not at the same step"
-            if kinds[0] == LEAVE:
+            requests = [self._receive_request(trainer) for trainer in self._trainers]
+            kind = requests[0].kind
+            assert all(request.kind == kind for request in requests), "trainers are not at the same step"
+            if kind == LEAVE:
                 return
-            late: list[Tensor | None] = [None] * len(requests)
-            for number, (trainer, units) in enumerate(zip(self._trainers, requests, strict=True)):
-                if ahead[number]:
-                    self._send(self._shard.values(units), trainer, TAG_VALUES)
-                    late[number] = self._changed(units, update)
+            changed: dict[int, Tensor] = {}  # units whose values were sent and then change, by trainer
+            for trainer, request in zip(self._trainers, requests, strict=True):
+                if request.is_ahead:
+                    self._send(self._shard.values(request.units), trainer, TAG_VALUES)
+                    changed[trainer] = self._changed(request.units, update)
             if update is not None:
                 self._apply(update)
                 update = None
-            for trainer, units, changed in zip(self._trainers, requests, late, strict=True):
-                if changed is None:
-                    self._send(self._shard.values(units), trainer, TAG_VALUES)
+            for trainer, request in zip(self._trainers, requests, strict=True):
+                if trainer in changed:
+                    self._send_late(request.units, changed[trainer], trainer)
                 else:
-                    self._send(torch.tensor([len(changed)]), trainer, TAG_LATE)
-                    self._send(changed, trainer, TAG_LATE_UNITS)
-                    self._send(self._shard.values(units.take(changed)), trainer, TAG_LATE_VALUES)
-            if kinds[0] == TRAIN:  # prepared while the trainers compute
-                counts = [len(units) for units in requests]
-                firsts = accumulate(counts, initial=0)
-                of_row = [units.of_id + first for units, first in zip(requests, firsts, strict=False)]
-                update = _Update(counts, *grouped(torch.cat([units.ids for units in requests]), torch.cat(of_row)))
+                    self._send(self._shard.values(request.units), trainer, TAG_VALUES)
+            if kind == TRAIN:  # prepared while the trainers compute
+                update = _joint_update([request.units for request in requests])
 
     def _changed(self, units: Bags, update: _Update | None) -> Tensor:
         """Return the indices of the units with a row of the update, int64."""
@@ -312,26 +348,36 @@ class TableServer:
         return torch.from_numpy(changed)
 
     def _apply(self, update: _Update) -> None:
+        """Receive the gradients of an update, and do it."""
         grads = torch.empty(sum(update.counts), self._shard.weight.shape[1])
-        received = [
-            self._group.recv([part], trainer, TAG_GRADIENTS)
-            for part, trainer in zip(grads.split(update.counts), self._trainers, strict=True)
-            if len(part)
-        ]
-        for work in received:
+        receiving = []
+        for part, trainer in zip(grads.split(update.counts), self._trainers, strict=True):
+            if len(part):
+                receiving.append(self._group.recv([part], trainer, TAG_GRADIENTS))
+        for work in receiving:
             work.wait()
         self._shard.update(update.rows, update.units, grads.div_(len(self._trainers)))
 
-    def _receive_request(self, trainer: int) -> tuple[int, bool, Bags]:
+    def _receive_request(self, trainer: int) -> _Request:
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
         self._group.recv([first], trainer, TAG_HEADER).wait()
-        kind, num_rows, num_offsets, ahead = first[:HEADER_LENGTH].tolist()
-        body = first[HEADER_LENGTH:][: num_rows + num_offsets]
-        if len(body) < num_rows + num_offsets:
-            body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
+        kind, num_rows, num_offsets, is_ahead = first[:HEADER_LENGTH].tolist()
+        body_length = num_rows + num_offsets
+        body = first[HEADER_LENGTH:][:body_length]
+        if len(body) < body_length:
+            body = torch.empty(body_length, dtype=torch.int64)
             self._group.recv([body], trainer, TAG_ROWS).wait()
         rows = body[:num_rows]
-        return kind, bool(ahead), Bags(rows, body[num_rows:]) if num_offsets else single_rows(rows)
+        units = single_rows(rows)
+        if num_offsets:
+            units = Bags(rows, body[num_rows:])
+        return _Request(kind, bool(is_ahead), units)
+
+    def _send_late(self, units: Bags, changed: Tensor, trainer: int) -> None:
+        """Send the values again that have changed since they were sent: their number, the units, the values."""
+        self._send(torch.tensor([len(changed)]), trainer, TAG_LATE)
+        self._send(changed, trainer, TAG_LATE_UNITS)
+        self._send(self._shard.values(units.take(changed)), trainer, TAG_LATE_VALUES)
 
     def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
         if tensor.numel():
@@ -349,7 +395,8 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
         ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())
 
     with rpc_group(ctx, {"table_rows": lambda table: shard.table_rows(table).cpu()}) as group:
-        if (saved := ctx.restore()) is not None:
+        saved = ctx.restore()
+        if saved is not None:
             own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
             shard.load(saved.shard(rank) for rank in own_first)
         group.serve({"save": save}, [pool.submit(server.serve)])
@@ -369,6 +416,7 @@ class Lookup:
 
     @property
     def counts(self) -> list[int]:
+        """Number of units by server."""
         return [len(units) for units in self.units]
 
     def pooled(self) -> Tensor:
@@ -380,40 +428,52 @@ def rows_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
     """Return a lookup for sums at the trainer: each different row of the bags is a unit. `starts`: `Layout.starts`."""
     rows, bags_of_unit = grouped(bags.ids, bags.of_id)
     cuts = torch.searchsorted(rows, torch.tensor(starts)).tolist()  # sorted rows are ordered by server
-    units = [single_rows(rows[begin:end] - start) for (begin, end), start in zip(pairwise(cuts), starts, strict=False)]
-    unit = torch.arange(len(rows)).repeat_interleave(bags_of_unit.offsets.diff())
-    return Lookup(units, Bags(grouped(bags_of_unit.ids, unit)[1].ids, bags.offsets), bags_of_unit)
+    units = []
+    for (begin, end), start in zip(pairwise(cuts), starts, strict=False):
+        units.append(single_rows(rows[begin:end] - start))
+    unit_of_id = torch.arange(len(rows)).repeat_interleave(bags_of_unit.offsets.diff())
+    _, units_by_bag = grouped(bags_of_unit.ids, unit_of_id)  # its offsets lack empty bags
+    units_of_bag = Bags(units_by_bag.ids, bags.offsets)
+    return Lookup(units, units_of_bag, bags_of_unit)
 
 
 def sums_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
     """Return a lookup for sums at the servers: each server's rows of a bag are a unit. Arguments as `rows_as_units`."""
-    units, bag_of_unit, bag_of_id = [], [], bags.of_id
+    units = []
+    bag_of_unit_by_server = []
+    bag_of_id = bags.of_id
     for start, end in pairwise(starts):
-        mine = (bags.ids >= start) & (bags.ids < end)
-        different, rows = grouped(bag_of_id[mine], bags.ids[mine] - start)
-        units.append(rows)
-        bag_of_unit.append(different)
-    bag = torch.cat(bag_of_unit)
-    in_order = bag.sort(stable=True)
-    units_of_bag = Bags(in_order.indices, torch.searchsorted(in_order.values, torch.arange(len(bags) + 1)))
-    return Lookup(units, units_of_bag, Bags(bag, torch.arange(len(bag) + 1)))
+        on_server = (bags.ids >= start) & (bags.ids < end)
+        bag_of_unit, server_units = grouped(bag_of_id[on_server], bags.ids[on_server] - start)
+        units.append(server_units)
+        bag_of_unit_by_server.append(bag_of_unit)
+    bag_of_unit = torch.cat(bag_of_unit_by_server)
+    by_bag = bag_of_unit.sort(stable=True)
+    offsets = torch.searchsorted(by_bag.values, torch.arange(len(bags) + 1))
+    units_of_bag = Bags(by_bag.indices, offsets)
+    bags_of_unit = Bags(bag_of_unit, torch.arange(len(bag_of_unit) + 1))  # one of each
+    return Lookup(units, units_of_bag, bags_of_unit)
 
 
 def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) -> tuple[bool, bool]:
     """Return what causes less traffic for the first two batches (or one): sums as units, and values ahead.
 
-    Values are sent before the previous batch's gradients are applied if less than a quarter of the units change
-    meanwhile and have to be sent again. The estimate assumes that batches of other trainers are similar.
+    Values are sent before the previous batch's gradients are applied if few of the units change meanwhile and have to
+    be sent again. The estimate assumes that batches of other trainers are similar.
     """
-    pool_at_server = sum(sums_as_units(batches[0], starts).counts) < sum(rows_as_units(batches[0], starts).counts)
-    lookup = (sums_as_units if pool_at_server else rows_as_units)(batches[-1], starts)
-    touched = batches[0].ids.unique()
-    changed = sum(
-        len(with_any(units, torch.isin(units.ids + start, touched).numpy()))
-        for units, start in zip(lookup.units, starts, strict=False)
-    )
-    share = changed / max(1, sum(lookup.counts))
-    return pool_at_server, 1 - (1 - share) ** num_trainers < 0.25
+    num_sums = sum(sums_as_units(batches[0], starts).counts)
+    num_rows = sum(rows_as_units(batches[0], starts).counts)
+    pool_at_server = num_sums < num_rows
+    as_units = sums_as_units if pool_at_server else rows_as_units
+    lookup = as_units(batches[-1], starts)
+    updated_rows = batches[0].ids.unique()
+    num_changed = 0
+    for units, start in zip(lookup.units, starts, strict=False):
+        is_updated = torch.isin(units.ids + start, updated_rows)
+        num_changed += len(with_any(units, is_updated.numpy()))
+    share_by_one = num_changed / max(1, sum(lookup.counts))
+    share_by_all = 1 - (1 - share_by_one) ** num_trainers
+    return pool_at_server, share_by_all < MAX_LATE_SHARE
 
 
 class TableClient:
@@ -438,16 +498,19 @@ class TableClient:
 
         The next batch is requested before a batch is yielded, so that its values arrive meanwhile.
         """
-        prepared = ((clicks, self._as_units(clicks.bags, self._starts)) for clicks in batches)
-        following = next(prepared, None)
-        if following is not None:
-            self._request(following[1], TRAIN if train else LOOK)
-        while (this := following) is not None:
-            following = next(prepared, None)  # prepared while the servers apply the gradients of the batch before
+        kind = TRAIN if train else LOOK
+        lookups = ((clicks, self._as_units(clicks.bags, self._starts)) for clicks in batches)
+        current = next(lookups, None)
+        if current is None:
+            return
+        self._request(current[1], kind)
+        for following in lookups:  # made while the servers apply the gradients of the batch before
             self._receive()
-            if following is not None:
-                self._request(following[1], TRAIN if train else LOOK)
-            yield this
+            self._request(following[1], kind)
+            yield current
+            current = following
+        self._receive()
+        yield current
 
     def push(self, lookup: Lookup, gradient: Tensor) -> None:
         """Send the gradient of the sums of a batch's bags, [bags, dim]."""
@@ -458,8 +521,8 @@ class TableClient:
     def wait_until_applied(self) -> None:
         """Wait until the servers have applied all gradients that this trainer has pushed."""
         if self._requested is None:
-            nothing = Bags(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-            self._request(rows_as_units(nothing, self._starts), LOOK)
+            no_bags = single_rows(torch.zeros(0, dtype=torch.int64))
+            self._request(rows_as_units(no_bags, self._starts), LOOK)
         self._receive()  # a server answers when it has applied the gradients before
 
     def leave(self) -> None:
@@ -474,7 +537,7 @@ class TableClient:
         parts = zip(self._servers, lookup.units, lookup.values.split(lookup.counts), strict=True)
         for number, (server, units, values) in enumerate(parts):
             # A server without values answers with the number of late values.
-            ahead = self._ahead or not len(units)
+            ahead = self._ahead or len(units) == 0
             self._send_request(server, kind, units, ahead=ahead)
             # The receive starts now: gloo transfers data only once both sides have called.
             if len(units):
@@ -485,25 +548,36 @@ class TableClient:
 
     def _receive(self) -> None:
         """Wait for the values of the requested batch, if they have not arrived yet."""
-        lookup, self._requested = self._requested, None
+        lookup = self._requested
+        self._requested = None
         if lookup is None:
             return
         with self._timer.waiting():
             for work in lookup.receiving:
                 work.wait()
-            firsts = [0, *accumulate(lookup.counts)]
-            for number, count in lookup.num_late.items():
-                if int(count):
-                    units, values = torch.empty(int(count), dtype=torch.int64), torch.empty(int(count), self._dim)
-                    self._group.recv([units], self._servers[number], TAG_LATE_UNITS).wait()
-                    self._group.recv([values], self._servers[number], TAG_LATE_VALUES).wait()
-                    put_rows(lookup.values, units + firsts[number], values)
+            first_units = [0, *accumulate(lookup.counts)]
+            for number, num_late in lookup.num_late.items():
+                self._receive_late(lookup, self._servers[number], int(num_late), first_units[number])
             self._settle()
 
+    def _receive_late(self, lookup: Lookup, server: int, num_late: int, first_unit: int) -> None:
+        """Replace the values that have changed since a server sent them."""
+        if num_late == 0:
+            return
+        units = torch.empty(num_late, dtype=torch.int64)
+        values = torch.empty(num_late, self._dim)
+        self._group.recv([units], server, TAG_LATE_UNITS).wait()
+        self._group.recv([values], server, TAG_LATE_VALUES).wait()
+        put_rows(lookup.values, first_unit + units, values)
+
     def _send_request(self, server: int, kind: int, units: Bags, *, ahead: bool) -> None:
-        body = units.ids if len(units) == len(units.ids) else torch.cat([units.ids, units.offsets])
+        body = units.ids
+        if len(units) != len(units.ids):  # not each row is a unit
+            body = torch.cat([units.ids, units.offsets])
+        num_rows = len(units.ids)
+        num_offsets = len(body) - num_rows
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
-        first[:HEADER_LENGTH] = torch.tensor([kind, len(units.ids), len(body) - len(units.ids), int(ahead)])
+        first[:HEADER_LENGTH] = torch.tensor([kind, num_rows, num_offsets, int(ahead)])
         room = first[HEADER_LENGTH:]
         if len(body) <= len(room):
             room[: len(body)] = body

@@ -49,6 +49,8 @@ EVAL_BATCH_SIZE = 4096
 EVAL_FRACTION = 0.1
 #: Maximum size of the tables for an export as MLflow model, since rank 0 has to hold all of them.
 EXPORT_MAX_MB = 256
+#: Up to this number of trainers, the order in which gradients are added has no effect: the sum of two has only one.
+MAX_ORDER_FREE_TRAINERS = 2
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -85,20 +87,22 @@ def train_dense_part(
     """Train as a trainer, with constant learning rates. Returns the final model and its example on rank 0."""
     part = open_dense_part(ctx, cfg, layout, trainers, dense_group)
     samples, progress, meter = part.samples, part.progress, part.meter
-    # By their number of rows the client chooses its messages.
+    # The client chooses the form of its messages by the rows of these batches.
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
     with table_client(ctx, exchange, layout, first_batches) as tables:
         steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, trainers, tables, rpc, part))
         ctx.timer.training_begins()  # the time until here counts as start-up
-        if ctx.roles.count("trainer") > 2:  # then a resumed run must add in the same order
-            example = torch.zeros(2, next(part.model.parameters()).shape[1], device=ctx.device)
+        if ctx.roles.count("trainer") > MAX_ORDER_FREE_TRAINERS:  # a resumed run must add in the same order
+            num_inputs = next(part.model.parameters()).shape[1]
+            example = torch.zeros(2, num_inputs, device=ctx.device)
             settle_buckets(part.model, lambda: part.model(example).sum())
 
         while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
             remaining = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
             lookups = tables.look_up(islice(remaining, progress.steps_until_evaluation), train=True)
             for _ in progress.until_evaluation(steps):
-                meter.add(**train_step(ctx, part, tables, *next(lookups)))
+                clicks, lookup = next(lookups)
+                meter.add(**train_step(ctx, part, tables, clicks, lookup))
                 if steps.log_is_due:
                     ctx.log(interval_metrics(trainers, progress, meter))
                     meter.reset()
@@ -111,7 +115,9 @@ def train_dense_part(
                 steps.save(metrics)
 
     ctx.end_reason = progress.end_reason
-    return final_model(cfg, layout, rpc, part.model.module, samples) if ctx.is_main else None
+    if not ctx.is_main:
+        return None
+    return final_model(cfg, layout, rpc, part.model.module, samples)
 
 
 def train_step(
@@ -153,9 +159,8 @@ def save_step(
         "num_trainers": ctx.roles.count("trainer"),
         "num_shares": part.samples.num_shares,
     }
-    # The tables are in the shards of the servers.
-    whole, local = nn.ModuleDict({"dense": part.model.module}), part.meter.state_dict()
-    ctx.save(step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
+    model = nn.ModuleDict({"dense": part.model.module})  # the tables are in the shards of the servers
+    ctx.save(step, model=model, trainer=state, local=part.meter.state_dict(), metrics=metrics, shard=Shard())
 
 
 def interval_metrics(trainers: Groups, progress: Progress, meter: Meter) -> dict[str, float]:
@@ -181,22 +186,27 @@ def evaluate(
     test = samples.test
     indices = torch.arange(len(test))
     # A trainer with fewer samples than others ends with empty batches.
-    parts = (
-        test.take(indices[number * EVAL_BATCH_SIZE :][:EVAL_BATCH_SIZE]) for number in range(samples.num_eval_batches)
-    )
-    scores = [torch.zeros(0)]
+    firsts = range(0, samples.num_eval_batches * EVAL_BATCH_SIZE, EVAL_BATCH_SIZE)
+    parts = (test.take(indices[first:][:EVAL_BATCH_SIZE]) for first in firsts)
+    logits_of_parts = [torch.zeros(0)]
     for clicks, lookup in tables.look_up(parts, train=False):
         if len(clicks):
-            pooled, numeric = lookup.pooled().to(ctx.device), clicks.numeric.to(ctx.device)
-            scores.append(logits_of(dense, pooled, numeric).cpu())
-        ctx.timer.alive()
-    mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
-    logits, labels, *best = torch.cat(trainers.all_gather(torch.stack(mine)), dim=1)
+            pooled = lookup.pooled().to(ctx.device)
+            numeric = clicks.numeric.to(ctx.device)
+            logits_of_parts.append(logits_of(dense, pooled, numeric).cpu())
+        ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
+    own_results = [torch.cat(logits_of_parts), test.labels]
+    if test.best_scores is not None:
+        own_results.append(test.best_scores)
+    logits, labels, *best = torch.cat(trainers.all_gather(torch.stack(own_results)), dim=1)
     log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
-    if ctx.is_main and len(labels.unique()) == 2:
+    has_both_labels = len(labels.unique()) > 1
+    if ctx.is_main and has_both_labels:
         ctx.report.figure("calibration", calibration(logits.sigmoid().double(), labels))
     metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
-    return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
+    if best:
+        metrics["eval/best_auc"] = auc(best[0], labels)
+    return metrics
 
 
 def logits_of(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
@@ -210,13 +220,16 @@ def logits_of(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
 
 def make_dense_group(ctx: Context) -> Any:
     """Return the trainers' process group for gradients of the dense part, on their devices. Call it on every rank."""
-    trainers, devices = ctx.roles.ranks_of("trainer"), ctx.groups.all_gather(ctx.device.type)
+    trainers = ctx.roles.ranks_of("trainer")
+    devices = ctx.groups.all_gather(ctx.device.type)
     backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
     if len(backends) > 1 or backends == {"gloo"}:
         return gloo_group(trainers, ctx.groups.timeout)
     # With `device_id`, NCCL splits the default group, in which all ranks take part. Servers are no members: no device.
-    own = ctx.device if ctx.rank in trainers else None
-    return dist.new_group(list(trainers), ctx.groups.timeout, backends.pop(), device_id=own)
+    device = None
+    if ctx.rank in trainers:
+        device = ctx.device
+    return dist.new_group(list(trainers), ctx.groups.timeout, backends.pop(), device_id=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,18 +256,22 @@ def open_dense_part(
     model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; servers restore in `serve_tables`
+    position = None
     if saved is not None:
-        model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
+        weights = {name.removeprefix("dense."): value for name, value in saved.model.items()}
+        model.module.load_state_dict(weights)
         optimizer.load_state_dict(saved.trainer["optimizer"])
+        position = saved.trainer["position"]
     samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
-    num_dense = sum(weight.numel() for weight in model.module.parameters())
+    num_in_dense = sum(weight.numel() for weight in model.module.parameters())
+    num_in_tables = sum(hybrid.tables.values()) * hybrid.embedding_dim
     # Replaces the size of the dense part, which `wrap` has logged.
-    ctx.report.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
+    ctx.report.log_model_size(num_in_dense + num_in_tables)
     return DensePart(
         model=model,
         optimizer=optimizer,
         samples=samples,
-        progress=Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None),
+        progress=Progress(cfg, samples.steps_per_epoch, position),
         meter=Meter.restore(ctx, saved),
     )
 
@@ -279,8 +296,9 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
     shares = share_of(ctx.roles.own_index, ctx.roles.count("trainer"), num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
     train, test = (clicks.placed(layout.place) for clicks in loaded)
-    bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
-    test_sizes, bag_sizes = zip(*trainers.all_gather((len(test), bag_size)), strict=True)
+    largest_bag = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
+    test_sizes, largest_bags = zip(*trainers.all_gather((len(test), largest_bag)), strict=True)
+    two_samples = loaded[0].take(torch.arange(2) % len(train))
     share_size = len(train) // len(shares)
     name, source, digest = identity(hybrid, cfg.seed)
     for split, count in (("train", share_size * num_shares), ("test", sum(test_sizes))):
@@ -294,7 +312,7 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
         num_trainers=ctx.roles.count("trainer"),
         steps_per_epoch=math.ceil(share_size / hybrid.batch_size),
         num_eval_batches=math.ceil(max(test_sizes) / EVAL_BATCH_SIZE),
-        example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),
+        example=padded(two_samples, max(1, *largest_bags)),
     )
 
 
@@ -302,19 +320,24 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
     """Return training and test samples of a trainer. Shares are equal: up to `num_shares` - 1 samples are not used."""
     source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * EVAL_FRACTION))
-    share_size = (len(source) - num_test) // num_shares
+    num_train = len(source) - num_test
+    share_size = num_train // num_shares
     if share_size < 1:
         raise DataError(
             f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
         )
-    first_test = len(source) - num_test
-    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
-    return source.read(shares.start * share_size, shares.stop * share_size), source.read(bounds[0], bounds[1])
+    train = source.read(shares.start * share_size, shares.stop * share_size)
+    first_test = num_train + num_test * shares.start // num_shares
+    end_test = num_train + num_test * shares.stop // num_shares
+    test = source.read(first_test, end_test)
+    return train, test
 
 
 def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
     """Return the number of shares of the samples: that of the checkpoint, unless there are more trainers."""
-    num_shares = num_trainers if saved is None else int(saved.trainer["num_shares"])
+    if saved is None:
+        return num_trainers
+    num_shares = int(saved.trainer["num_shares"])
     if num_trainers > num_shares:
         log.warning(
             "%d trainers continue a run with %d shares of the samples, which are divided anew: sample order and joint"
@@ -327,9 +350,10 @@ def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
 
 def epoch_batches(cfg: Config, samples: Samples, epoch: int, *, start: int = 0) -> Iterator[Clicks]:
     """Yield the samples of each step from `start` on: one batch of every share, in the same order in all shares."""
-    size = len(samples.train) // len(samples.shares)
-    firsts = torch.arange(len(samples.shares))[:, None] * size
-    for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
+    share_size = len(samples.train) // len(samples.shares)
+    batch_size = cfg.section(HybridConfig).batch_size
+    firsts = torch.arange(len(samples.shares))[:, None] * share_size
+    for batch in batches(share_size, batch_size, seed=cfg.seed, epoch=epoch, start=start):
         yield samples.train.take((firsts + batch).flatten())
 
 
@@ -338,7 +362,7 @@ def final_model(
 ) -> tuple[nn.Module, Tensor] | None:
     """Return the final model for one process and an example, if its tables are small enough to be gathered."""
     hybrid = cfg.section(HybridConfig)
-    size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
+    size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim  # float32
     if size_mb > EXPORT_MAX_MB:
         log.info(
             "no model is exported: its tables have %.0f MB, more than %g; checkpoints/ has the weights",
@@ -347,13 +371,13 @@ def final_model(
         )
         return None
     bag_size = (samples.example.shape[1] - hybrid.num_numeric) // len(layout.tables)
-    whole = ClickModel(hybrid, bag_size)
-    state = {f"dense.{name}": value for name, value in dense.state_dict().items()}
+    model = ClickModel(hybrid, bag_size)
+    weights = {f"dense.{name}": value for name, value in dense.state_dict().items()}
     for table in layout.tables:
         parts = rpc.call_all("parameter_server", "table_rows", table)
-        state[weight_name(table)] = torch.cat([part.result() for part in parts])
-    whole.load_state_dict(state)
-    return whole, samples.example
+        weights[weight_name(table)] = torch.cat([part.result() for part in parts])
+    model.load_state_dict(weights)
+    return model, samples.example
 
 
 def dense_part(cfg: HybridConfig) -> nn.Sequential:
@@ -375,12 +399,14 @@ class ClickModel(nn.Module):
 
     def __init__(self, cfg: HybridConfig, bag_size: int) -> None:
         super().__init__()
-        self.num_numeric, self.bag_size = cfg.num_numeric, bag_size
+        self.num_numeric = cfg.num_numeric
+        self.bag_size = bag_size
         tables = {name: nn.EmbeddingBag(rows, cfg.embedding_dim, mode="sum") for name, rows in cfg.tables.items()}
         self.tables = nn.ModuleDict(tables)
         self.dense = dense_part(cfg)
 
     def forward(self, samples: Tensor) -> Tensor:
+        """Return the probability of a click for each sample, [B]."""
         numeric = samples[:, : self.num_numeric].float()
         ids = samples[:, self.num_numeric :].long().unflatten(1, (len(self.tables), self.bag_size))
         pooled = []
@@ -399,11 +425,13 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
     counts = counts.double()
     rank = (counts.cumsum(0) - (counts - 1) / 2)[place]
-    clicks = labels > 0.5
-    num, others = int(clicks.sum()), int((~clicks).sum())
-    if num == 0 or others == 0:
+    is_click = labels == 1
+    num_clicks = int(is_click.sum())
+    num_others = int((~is_click).sum())
+    if num_clicks == 0 or num_others == 0:
         return float("nan")
-    return float((rank[clicks].sum() - num * (num + 1) / 2) / (num * others))
+    smallest_rank_sum = num_clicks * (num_clicks + 1) / 2  # if all clicks have lower scores than the others
+    return float((rank[is_click].sum() - smallest_rank_sum) / (num_clicks * num_others))
 
 
 NUM_BINS = 10
@@ -412,11 +440,16 @@ NUM_BINS = 10
 def calibration(scores: Tensor, labels: Tensor) -> Curves:
     """Return the observed share of clicks against the predicted one, of NUM_BINS equally large groups of samples."""
     order = scores.argsort()
-    groups = zip(scores[order].tensor_split(NUM_BINS), labels[order].tensor_split(NUM_BINS), strict=True)
-    points = [[float(group.mean()), float(clicks.double().mean())] for group, clicks in groups if len(group)]
+    score_groups = scores[order].tensor_split(NUM_BINS)
+    label_groups = labels[order].tensor_split(NUM_BINS)
+    points = []
+    for group_scores, group_labels in zip(score_groups, label_groups, strict=True):
+        if len(group_scores):
+            points.append([float(group_scores.mean()), float(group_labels.double().mean())])
+    smallest, largest = points[0][0], points[-1][0]
     return Curves(
         title=f"calibration of the test set, {NUM_BINS} groups of equal size",
         x_label="predicted share of clicks",
         y_label="observed share of clicks",
-        lines={"model": points, "calibrated": [[points[0][0]] * 2, [points[-1][0]] * 2]},
+        lines={"model": points, "calibrated": [[smallest, smallest], [largest, largest]]},
     )
