@@ -368,9 +368,9 @@ class TableServer:
             body = torch.empty(body_length, dtype=torch.int64)
             self._group.recv([body], trainer, TAG_ROWS).wait()
         rows = body[:num_rows]
-        units = single_rows(rows)
-        if num_offsets:
-            units = Bags(rows, body[num_rows:])
+        units = Bags(rows, body[num_rows:])
+        if num_offsets == 0:  # each row is a unit
+            units = single_rows(rows)
         return _Request(kind, bool(is_ahead), units)
 
     def _send_late(self, units: Bags, changed: Tensor, trainer: int) -> None:

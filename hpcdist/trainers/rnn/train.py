@@ -56,7 +56,7 @@ TRAINER, SERVER = "trainer", "parameter_server"
 ASYNC_BATCHES = 2
 #: Threads of RPC besides those for batches, as many as `rpc_group` has by default.
 OTHER_THREADS = 16
-#: The exponential of a larger number is not a finite float64.
+#: Limit of the loss in the perplexity: above 709 the exponential is not a finite float64.
 MAX_EXPONENT = 700.0
 #: Added to the norm of gradients before it divides, as in torch's `clip_grad_norm_`.
 NORM_EPS = 1e-6

@@ -42,7 +42,7 @@ class Slot:
     hidden: Tensor  #: [n, hidden]
     probs: Tensor | None = None  #: softmax over the server's rows, [n, rows]
     lse: Tensor  #: over the server's rows, [n]
-    mine: Tensor  #: indices of the targets that this server has
+    target_places: Tensor  #: places in the batch whose targets this server has
     targets: Tensor  #: rows of these targets
     factor: Tensor  #: turns probabilities over the rows into those over the vocabulary, times the loss's scale, [n]
     scale: float
@@ -165,10 +165,10 @@ class VocabularyServer:
         if slot.probs is None or slot.probs.shape != shape:
             slot.probs = slot.hidden.new_empty(shape)
         logits = torch.addmm(self.bias, slot.hidden, self.weight.t(), out=slot.probs)
-        slot.mine = ((targets >= self.start) & (targets < self.stop)).nonzero().flatten()
-        slot.targets = targets[slot.mine] - self.start
+        slot.target_places = ((targets >= self.start) & (targets < self.stop)).nonzero().flatten()
+        slot.targets = targets[slot.target_places] - self.start
         target_logits = slot.hidden.new_zeros(len(hidden))
-        target_logits.index_put_((slot.mine,), logits[slot.mine, slot.targets])
+        target_logits.index_put_((slot.target_places,), logits[slot.target_places, slot.targets])
         largest_logit = logits.amax(1)
         probs = torch.softmax(logits, 1, out=logits)
         # The largest probability is at least 1 / rows, so this is exact; `logsumexp` would take two more passes.
@@ -187,7 +187,7 @@ class VocabularyServer:
         slot.factor = (slot.lse - lse.to(self._device)).exp_().mul_(scale)
         slot.scale = scale
         gradient = torch.mm(slot.probs, self.weight).mul_(slot.factor[:, None])
-        gradient.index_add_(0, slot.mine, self.weight[slot.targets], alpha=-scale)
+        gradient.index_add_(0, slot.target_places, self.weight[slot.targets], alpha=-scale)
         slot.gradients = self._run(slot, self._weight_gradient, slot)
         return gradient
 
@@ -199,7 +199,7 @@ class VocabularyServer:
             slot.buffers = (torch.empty_like(self.weight), torch.empty_like(self.bias))
         weight, bias = slot.buffers
         torch.mm(slot.probs.t(), slot.hidden * slot.factor[:, None], out=weight)
-        weight.index_add_(0, slot.targets, slot.hidden[slot.mine], alpha=-slot.scale)
+        weight.index_add_(0, slot.targets, slot.hidden[slot.target_places], alpha=-slot.scale)
         torch.mv(slot.probs.t(), slot.factor, out=bias)
         bias.index_add_(0, slot.targets, torch.ones_like(slot.targets, dtype=bias.dtype), alpha=-slot.scale)
         return slot.buffers
