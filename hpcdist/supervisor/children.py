@@ -18,9 +18,9 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 
-#: Reads `+pgid` and `-pgid` from a pipe whose other end the supervisor holds, and each process only until it has
-#: registered. When the supervisor dies, the pipe ends, and the guard kills all registered process groups, grandchildren
-#: included.
+#: Program of the guard. It reads `+pgid` and `-pgid` from a pipe. The supervisor holds the other end of this pipe, and
+#: each child holds it until it has registered. When the supervisor dies, the pipe ends, and the guard kills all
+#: registered process groups, grandchildren included.
 _GUARD = """
 import os, signal, sys
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -83,14 +83,17 @@ class Guard:
             output: file for its standard output and errors.
             channel: is its standard input and output instead, if given.
         """
-        script = _REGISTER_AND_EXEC if channel is None else _REGISTER_AND_CONNECT
         with _output(output) as file:
+            if channel is None:
+                script, stdout = _REGISTER_AND_EXEC, file
+            else:
+                script, stdout = _REGISTER_AND_CONNECT, channel.fileno()
             return subprocess.Popen(
                 ["/bin/sh", "-c", script, "sh", *command],
                 env=env,
                 cwd=cwd,
                 stdin=self._pipe,
-                stdout=file if channel is None else channel.fileno(),
+                stdout=stdout,
                 stderr=file,
                 start_new_session=True,
             )
@@ -110,7 +113,7 @@ class Guard:
             self._pipe.flush()
 
     def close(self) -> None:
-        """End the guard as the death of this process does: it kills the groups that are still registered."""
+        """End the guard, which first kills the groups that are still registered."""
         with suppress(BrokenPipeError):
             self._pipe.close()
         self._process.wait()
@@ -120,6 +123,10 @@ class Guard:
 
 #: Time after which an upload is noted.
 NOTE_AFTER_S = 1.0
+#: Difference between the nice values of the shipper and of the ranks: the shipper uses idle processor time only.
+_NICER_BY = 10
+#: Highest nice value, that of the lowest priority.
+_MAX_NICE = 19
 
 
 class ShipperProcess:
@@ -144,10 +151,16 @@ class ShipperProcess:
             _set_nice(self._process.pid, _low_priority())
 
     def drain(self, timeout_s: float, note: Callable[[str], None] = lambda text: None) -> bool:
-        """Wait until MLflow has all records of an ended run; a longer upload is noted. Returns whether it has."""
+        """Wait until MLflow has all records of an ended run, and return whether it has them; then end the shipper.
+
+        Args:
+            timeout_s: longest time to wait.
+            note: is called with a text if the upload takes longer than NOTE_AFTER_S.
+        """
         if self._has_low_priority:
             _set_nice(self._process.pid, 0)  # the ranks have ended; on a busy machine low priority takes minutes
-        if self._process.stdin is not None:  # which ends its wait
+        if self._process.stdin is not None:
+            # The shipper stops waiting for new records when it reads a byte.
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
         with suppress(subprocess.TimeoutExpired):
@@ -162,7 +175,10 @@ class ShipperProcess:
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Ship the records of a run in a child process with normal priority. Returns a sentence, also without a server."""
+    """Ship the records of a run in a child process with normal priority.
+
+    Returns a sentence about the result, such as `not in MLflow yet: …`. Does not raise if the server is unavailable.
+    """
     try:
         env = {**env, "HPCDIST_TRACKING_URI": resolve_uri(config, env)}
     except TrackingError as error:
@@ -170,13 +186,16 @@ def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
     command = [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, start_new_session=True)
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
-    return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
+    if done.returncode != 0:
+        return f"not in MLflow yet: {text}"
+    return f"MLflow: {text}"
 
 
 def ship_in_background(runs: Sequence[RunDir], config: Config, env: Mapping[str, str]) -> str:
-    """Ship the records of new runs in a process that outlives this one. Returns a sentence, also without a server.
+    """Ship the records of new runs in a process that outlives this one.
 
-    Only its output in `sync.log` of the first run tells of a failure; the job or a later `hpcdist sync` ships the rest.
+    Returns a sentence about it. A failure is visible only in `sync.log` of the first run; the job or a later
+    `hpcdist sync` then ships the rest.
     """
     try:
         env = {**env, "HPCDIST_TRACKING_URI": resolve_uri(config, env)}
@@ -216,11 +235,11 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
 
 
 def _low_priority() -> int:
-    return min(os.nice(0) + 10, 19)
+    return min(os.nice(0) + _NICER_BY, _MAX_NICE)
 
 
 def _set_nice(pid: int, value: int) -> None:
-    """Set the nice value of a process that leads a session, and of the session, where the user may do that."""
+    """Set the nice value of a process that leads a session, and of the session, if the user may do that."""
     with suppress(PermissionError, ProcessLookupError):
         os.setpriority(os.PRIO_PROCESS, pid, value)
     # With autogroups, see sched(7), a nice value counts inside its session only, and the session has its own value,

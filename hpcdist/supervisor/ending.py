@@ -13,9 +13,9 @@ from hpcdist.supervisor.restart_policy import Failure
 #: Restarts of a job, preemptions included, after which it is not requeued any more: a run that makes no progress would
 #: otherwise use the cluster forever.
 MAX_REQUEUES = 50
-#: Requests after which a run continues in its job. Without a request, Slurm's signal ahead of the time limit reached
-#: the ranks before the supervisor's request, a node failed, or Slurm preempts the job: in the grace time of a
-#: preemption it shows the job as running.
+#: Causes of a stop request after which a run continues in its job. None means that there is no request: Slurm's signal
+#: ahead of the time limit reached the ranks before the supervisor's request, a node failed, or Slurm preempts the job
+#: (in the grace time of a preemption it shows the job as running).
 _CONTINUED: tuple[StopCause | None, ...] = (None, "growth", "time_limit")
 
 #: How the ranks of an attempt ended.
@@ -50,7 +50,7 @@ class Ending:
 
 
 class NodeFindings(NamedTuple):
-    """The nodes after a failure: the ranks can be restarted on them, unless one of the sentences says otherwise."""
+    """The nodes after a failure. If both texts are empty, the ranks can be restarted on the same nodes."""
 
     moved: str = ""  #: which nodes the next attempt uses instead
     broken: str = ""  #: why no attempt can be started on the nodes of this job
@@ -58,9 +58,10 @@ class NodeFindings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """What is known of an attempt that has ended, as far as it decides about its run.
+    """The facts about an ended attempt that decide what becomes of its run.
 
-    Functions query Slurm or the nodes, or read a file that may change meanwhile. `decide` calls them if they matter.
+    Some facts are functions, because they query Slurm or the nodes, or read a file that may change meanwhile. `decide`
+    calls only those that it needs.
     """
 
     outcome: Outcome
@@ -77,7 +78,9 @@ class AttemptFacts:
 
 def decide(facts: AttemptFacts) -> Ending:
     """Return what becomes of the run."""
-    outcome, reason, cause = facts.outcome, facts.reason, facts.stop_cause()
+    outcome = facts.outcome
+    reason = facts.reason
+    cause = facts.stop_cause()
     if outcome == "finished" or outcome == "cancelled":
         return Ending(kind=outcome, reason=reason)
 
@@ -136,8 +139,9 @@ def _continue_in_job(facts: AttemptFacts, reason: str) -> Ending:
 def continues_after_requeue(status: Status, cause: StopCause | None) -> bool:
     """Return whether a restarted job continues a run whose end is recorded.
 
-    Slurm may have restarted the job after `decide` had no answer from it, or after the supervisor was killed between
-    the record of the end and the end of the job. So only a user's request, a finished or a cancelled run are final.
+    Slurm may have restarted the job although `decide` got no answer from Slurm, or after the supervisor was killed
+    between the record of the end and the end of the job. So an end is final only if the run finished, was cancelled, or
+    was stopped by a user's request.
 
     Args:
         status: the recorded status of the run.

@@ -44,21 +44,32 @@ CANNOT_RUN = (
 )  # fmt: skip
 
 
+#: Beginning of the arguments of a parent of ranks, and all arguments of a rank, without the path of the run at the end.
+_PARENT_ARGUMENTS = ["-P", "-m", PARENT_MODULE]
+_RANK_ARGUMENTS = ["-P", "-m", RANK_MODULE]
+
+
 class RankProcess(NamedTuple):
     pid: int
     rank: int
 
 
-def find_ranks(run: Path, attempt: int | None, node: str = "", *, parents: bool = False) -> list[RankProcess]:
-    """Return the processes of this user that are ranks of a run, by rank.
+class _Place(NamedTuple):
+    rank: int
+    attempt: int
 
-    Command line and environment identify a rank, and its name one that was forked. Its forked children share all of
-    them, so a process whose parent is a rank does not count.
+
+def find_ranks(run: Path, attempt: int | None, node: str = "", *, parents: bool = False) -> list[RankProcess]:
+    """Return this user's processes on this machine that are ranks of a run, sorted by rank.
+
+    A rank is identified by its command line and environment, and a forked rank by its process name. The children that
+    a rank forks have the same ones, so a process whose parent is a rank does not count.
 
     Args:
-        node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`).
-        parents: include the tasks of a job that are parents of ranks, in place of their ranks: one without a rank may
-            still start it.
+        attempt: number of the attempt; None for the ranks of all attempts.
+        node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`); empty for all nodes.
+        parents: include the tasks of a job that are parents of ranks, in place of their ranks: a parent without a rank
+            may still start it.
     """
     ranks: dict[int, tuple[int, int]] = {}
     for process in psutil.process_iter():
@@ -66,25 +77,35 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, parents: bool 
         with suppress(psutil.Error, OSError, TopologyError):
             if process.uids().real != os.getuid():
                 continue
-            arguments = process.cmdline()[1:]
-            if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
-                place = shown_place(process.name())
-                if place is None and parents:
-                    place = Topology.from_env(process.environ()).rank, attempt or 0
-            elif arguments == ["-P", "-m", RANK_MODULE, str(run)]:
-                topology = Topology.from_env(process.environ())
-                place = topology.rank, topology.attempt
-            else:
-                continue
-            if place is None or attempt not in (None, place[1]):
+            place = _place_of(process, run, attempt, parents=parents)
+            if place is None or attempt not in (None, place.attempt):
                 continue
             if not node or process.environ().get("SLURMD_NODENAME", node) == node:
-                ranks[process.pid] = place[0], process.ppid()
-    own = [RankProcess(pid, rank) for pid, (rank, parent) in ranks.items() if parent not in ranks]
-    return sorted(own, key=lambda process: process.rank)
+                ranks[process.pid] = place.rank, process.ppid()
+    processes = [RankProcess(pid, rank) for pid, (rank, parent) in ranks.items() if parent not in ranks]
+    return sorted(processes, key=lambda process: process.rank)
+
+
+def _place_of(process: psutil.Process, run: Path, attempt: int | None, *, parents: bool) -> _Place | None:
+    """Return rank and attempt of a process; None if it is no rank of the run. See `find_ranks`."""
+    arguments = process.cmdline()[1:]
+    if arguments == [*_RANK_ARGUMENTS, str(run)]:
+        topology = Topology.from_env(process.environ())
+        return _Place(topology.rank, topology.attempt)
+    # Further arguments of a parent follow.
+    command = [*_PARENT_ARGUMENTS, str(run)]
+    if arguments[: len(command)] != command:
+        return None
+    forked = shown_place(process.name())
+    if forked is not None:
+        return _Place(*forked)
+    if not parents:
+        return None
+    return _Place(Topology.from_env(process.environ()).rank, attempt or 0)
 
 
 def family(pid: int) -> list[int]:
+    """Return the ids of a process and of its children and their children; only `pid` if it has ended."""
     with suppress(psutil.Error):
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return [pid]
@@ -122,32 +143,48 @@ class Frame(NamedTuple):
 
 
 def location_of(frames: Sequence[Frame]) -> str:
-    """Return such as `wait (threading.py:629), called by train (counting.py:29)`: the innermost call, and user code.
+    """Return the location of a stack: the innermost call, and the user code that it was called by.
+
+    For example `wait (threading.py:629), called by train (counting.py:29)`; empty without frames.
 
     User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
     package, it is the function that hpcdist's worker called, or else the worker's own line.
+
+    Args:
+        frames: innermost first.
     """
     if not frames:
         return ""
-    own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
-    if own is None:
-        by_worker = (pair for pair in pairwise(frames) if pair[1].file.endswith("/hpcdist/rank/worker.py"))
-        inner, outer = next(by_worker, (frames[0], frames[0]))
-        own = outer if _STDLIB.search(inner.file) else inner
-    if own == frames[0]:
-        return own.text()
-    return f"{frames[0].text()}, called by {own.text()}"
+    innermost = frames[0]
+    user_frame = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
+    if user_frame is None:
+        user_frame = _called_by_worker(frames)
+    if user_frame == innermost:
+        return innermost.text()
+    return f"{innermost.text()}, called by {user_frame.text()}"
+
+
+def _called_by_worker(frames: Sequence[Frame]) -> Frame:
+    """Return the frame that stands for user code in a stack of library frames only; see `location_of`."""
+    for inner, outer in pairwise(frames):
+        if outer.file.endswith("/hpcdist/rank/worker.py"):
+            return outer if _STDLIB.search(inner.file) else inner
+    return frames[0]
 
 
 def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
-    """Return the main thread's stack in the last dump of a rank's log, and the text of the dump.
+    """Return the main thread's stack in the last dump of a rank's log, innermost frame first, and the dump's text.
 
-    Forked children of a rank print to the same log; their stacks contain frames of multiprocessing.
+    Both are empty if there is no dump. Forked children of a rank print to the same log; their stacks contain frames of
+    multiprocessing and are skipped.
     """
     for dump in reversed(_FAULT_DUMP.findall(text + "\n")):
-        main = _FAULT_FRAME.finditer(dump.rpartition("\n\n")[2])
-        frames = [Frame(found["function"], found["file"], int(found["line"])) for found in main]
-        if frames and not any("/multiprocessing/" in frame.file for frame in frames):
+        main_thread = dump.rpartition("\n\n")[2]
+        frames = [
+            Frame(match["function"], match["file"], int(match["line"])) for match in _FAULT_FRAME.finditer(main_thread)
+        ]
+        is_child = any("/multiprocessing/" in frame.file for frame in frames)
+        if frames and not is_child:
             return frames, dump
     return [], ""
 
@@ -156,7 +193,13 @@ def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
 # equal on all ranks of the group. Ranks write their records on SIGUSR1 (`rank/telemetry.py`).
 
 
+#: Descriptions that torch gives to groups without one.
+_NO_LABEL = ("undefined", "default_pg")
+
+
 class Calls(NamedTuple):
+    """The last collectives of one rank in one process group."""
+
     backend: str
     group: str  #: torch's name of the group, equal on all ranks
     label: str  #: description of the group; empty if it has none
@@ -166,34 +209,48 @@ class Calls(NamedTuple):
 
     @property
     def group_text(self) -> str:
-        return "the default group" if self.group == "0" else f"group {self.label or self.group}"
+        """The group in a sentence: `the default group` or `group control`."""
+        if self.group == "0":
+            return "the default group"
+        return f"group {self.label or self.group}"
 
     def text(self) -> str:
         """Return such as `gloo, group control: waits in all_reduce [2] (7)`."""
-        number, operation = self.pending[0] if self.pending else (self.last, self.operation)
-        verb = "waits in" if self.pending else "has finished"
+        if self.pending:
+            verb = "waits in"
+            number, operation = self.pending[0]
+        else:
+            verb = "has finished"
+            number, operation = self.last, self.operation
         return f"{self.backend}, {self.group_text}: {verb} {operation} ({number})"
 
 
 def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
     """Return a rank's collectives by group, in the order of the last calls, from `_dump_fr_trace_json` by backend."""
     by_group: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for backend, recorded in recorders.items():
-        for entry in recorded.get("entries", []):
+    for backend, recorder in recorders.items():
+        for entry in recorder.get("entries", []):
             if not entry["is_p2p"]:
-                by_group.setdefault((backend, str(entry["process_group"][0])), []).append(entry)
-    found = []
+                group = str(entry["process_group"][0])
+                by_group.setdefault((backend, group), []).append(entry)
+    all_calls = []
     for (backend, group), entries in sorted(by_group.items(), key=lambda item: int(item[1][-1]["time_created_ns"])):
         label = str(entries[-1]["process_group"][1])
-        label = "" if label in ("undefined", "default_pg") else label  # torch's descriptions of groups that have none
-        calls, pending = [], []
-        for entry in entries:
-            name = str(entry["profiling_name"]).rpartition(":")[2]
-            sizes = "×".join(str(size) for size in (entry.get("input_sizes") or [[]])[0])
-            calls.append((int(entry["collective_seq_id"]), f"{name} [{sizes}]" if sizes else name))
-            pending += calls[-1:] if _is_pending(entry) else []
-        found.append(Calls(backend, group, label, *calls[-1], tuple(pending)))
-    return found
+        if label in _NO_LABEL:
+            label = ""
+        pending = tuple(_numbered_operation(entry) for entry in entries if _is_pending(entry))
+        last, operation = _numbered_operation(entries[-1])
+        all_calls.append(Calls(backend, group, label, last, operation, pending))
+    return all_calls
+
+
+def _numbered_operation(entry: Mapping[str, Any]) -> tuple[int, str]:
+    """Return sequence number and operation of a call, such as `all_reduce [4096]`, which has the size of its input."""
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    all_sizes = entry.get("input_sizes") or [[]]
+    sizes = "×".join(str(size) for size in all_sizes[0])
+    operation = f"{name} [{sizes}]" if sizes else name
+    return int(entry["collective_seq_id"]), operation
 
 
 def _is_pending(entry: Mapping[str, Any]) -> bool:
@@ -207,39 +264,72 @@ def compare_calls(calls: Mapping[int, Sequence[Calls]]) -> tuple[set[int], list[
     For each group there is one sentence at most of each kind: ranks call different collectives under one sequence
     number, since their code paths differ, or have not called one. A rank without any call in a group is not known to
     belong to it.
+
+    Args:
+        calls: the last calls of each rank.
     """
     groups: dict[tuple[str, str], dict[int, Calls]] = {}
-    for rank, own in calls.items():
-        for call in own:
+    for rank, calls_of_rank in calls.items():
+        for call in calls_of_rank:
             groups.setdefault((call.backend, call.group), {})[rank] = call
     absent: set[int] = set()
-    different, missing = [], []
+    different = []
+    missing = []
     for _, members in sorted(groups.items()):
-        one = next(iter(members.values()))
         waiting: dict[int, dict[int, str]] = {}
         for rank, call in sorted(members.items()):
             for number, operation in call.pending:
                 waiting.setdefault(number, {})[rank] = operation
-        for number, operations in sorted(waiting.items()):
-            callers: dict[str, list[int]] = {}
-            for rank, operation in operations.items():
-                callers.setdefault(operation.partition(" ")[0], []).append(rank)
-            if len(callers) > 1:
-                most_first = sorted(callers.items(), key=lambda item: -len(item[1]))
-                texts = [f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {name}" for name, ranks in most_first]
-                where = f"{one.backend} collective number {number} of {one.group_text}"
-                different.append(f"as {where} {', but '.join(texts)}")
-                break
-        for number, operations in sorted(waiting.items()):
-            if late := [rank for rank, call in members.items() if call.last < number]:
-                absent.update(late)
-                missing.append(
-                    f"{ranks_text(late)} {'has' if len(late) == 1 else 'have'} not called {one.backend}"
-                    f" {operations[min(operations)]} (number {number} of {one.group_text}), which"
-                    f" {ranks_text(operations)} wait{'s' * (len(operations) == 1)} in"
-                )
-                break
+        difference = _first_difference(members, waiting)
+        if difference:
+            different.append(difference)
+        late, sentence = _first_missing(members, waiting)
+        if late:
+            absent.update(late)
+            missing.append(sentence)
     return absent, [*different, *missing]
+
+
+def _first_difference(members: Mapping[int, Calls], waiting: Mapping[int, Mapping[int, str]]) -> str:
+    """Return a sentence on the first sequence number under which ranks wait in different collectives, or "".
+
+    Args:
+        members: the last calls of each rank of one group.
+        waiting: the operations in which the ranks wait, by sequence number and rank.
+    """
+    group = next(iter(members.values()))
+    for number, operations in sorted(waiting.items()):
+        callers: dict[str, list[int]] = {}
+        for rank, operation in operations.items():
+            name = operation.partition(" ")[0]
+            callers.setdefault(name, []).append(rank)
+        if len(callers) > 1:
+            most_first = sorted(callers.items(), key=lambda item: -len(item[1]))
+            texts = [f"{ranks_text(ranks)} {_verb('call', ranks)} {name}" for name, ranks in most_first]
+            where = f"{group.backend} collective number {number} of {group.group_text}"
+            return f"as {where} {', but '.join(texts)}"
+    return ""
+
+
+def _first_missing(members: Mapping[int, Calls], waiting: Mapping[int, Mapping[int, str]]) -> tuple[list[int], str]:
+    """Return the ranks that have not made the first call in which others wait, and a sentence; else both are empty.
+
+    The arguments are those of `_first_difference`.
+    """
+    group = next(iter(members.values()))
+    for number, operations in sorted(waiting.items()):
+        late = [rank for rank, call in members.items() if call.last < number]
+        if late:
+            have = "has" if len(late) == 1 else "have"
+            call_text = f"{group.backend} {operations[min(operations)]} (number {number} of {group.group_text})"
+            wait = _verb("wait", operations)
+            return late, f"{ranks_text(late)} {have} not called {call_text}, which {ranks_text(operations)} {wait} in"
+    return [], ""
+
+
+def _verb(verb: str, ranks: Collection[int]) -> str:
+    """Return a verb whose subject is `ranks_text(ranks)`: `calls` for one rank, otherwise `call`."""
+    return f"{verb}s" if len(ranks) == 1 else verb
 
 
 def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
@@ -251,16 +341,26 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
         else:
             spans.append([rank, rank])
     words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    rest = sum(last - first + 1 for first, last in spans[most:])
     is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return f"rank{'s' * (not is_one)} {', '.join(words[:most])}" + (f" and {rest} more" if rest else "")
+    noun = "rank" if is_one else "ranks"
+    text = f"{noun} {', '.join(words[:most])}"
+    num_more = sum(last - first + 1 for first, last in spans[most:])
+    if num_more:
+        text += f" and {num_more} more"
+    return text
 
 
 # Snapshots of the ranks on one node. Ranks print their stacks on SIGUSR1 from the supervisor; a stopped rank cannot.
 
 #: Time for ranks to print their stacks and write their collectives.
 PRINT_S = 4.0
+#: Stacks and records before the examination by more than this time belong to an earlier one.
+_RECENT_S = 60.0
+#: Interval of looks at files that another process writes, which no event announces.
+_POLL_S = 0.05
+#: Part of a rank's log, from its end, in which its stacks are searched.
 _LOG_BYTES = 512 * 1024
+#: Limit of the stacks of one rank in a snapshot.
 _TEXT_CHARS = 64 * 1024
 
 
@@ -282,36 +382,41 @@ class RankSnapshot:
         return self.state in CANNOT_RUN
 
     def row(self) -> str:
+        """Return the line of the summary about this rank: its process and its last collectives."""
         process = f"rank {self.rank} on {self.host}, process {self.pid}: state {self.state}"
         return "; ".join([process, *(call.text() for call in self.calls)])
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        parts = {
-            "frames": tuple(Frame(*frame) for frame in value["frames"]),
-            "calls": tuple(Calls._make([*call, tuple(map(tuple, pending))]) for *call, pending in value["calls"]),
-        }
-        return cls(**{**value, **parts})
+        """Return a snapshot from its fields, as `asdict` and JSON make them: named tuples are lists."""
+        frames = tuple(Frame(*frame) for frame in value["frames"])
+        calls = []
+        for *fields, pending in value["calls"]:
+            pending_calls = tuple((number, operation) for number, operation in pending)
+            calls.append(Calls._make([*fields, pending_calls]))
+        return cls(**{**value, "frames": frames, "calls": tuple(calls)})
 
 
 def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[RankSnapshot]:
-    """Return snapshots of the ranks on this node, taken before `until` on the monotonic clock."""
-    began, since = time.monotonic(), time.time() - 60.0  # an older record belongs to an earlier signal
+    """Return snapshots of the ranks on this node, without those that have ended.
+
+    Args:
+        until: time on the monotonic clock until which the ranks may write their stacks and collectives.
+    """
+    until = min(until, time.monotonic() + PRINT_S)
+    since = time.time() - _RECENT_S
+    # Stopped ranks write nothing.
     awaited = [process.rank for process in processes if state_of(process.pid) not in ("", *CANNOT_RUN)]
-    while time.monotonic() < min(began + PRINT_S, until) and not all(
-        _stack(attempt, rank, since)[0] and _flight_record(attempt, rank, since) for rank in awaited
-    ):
-        time.sleep(0.05)  # no event shows that another process has written a file
-    found = []
+    while time.monotonic() < until and not all(_has_written(attempt, rank, since) for rank in awaited):
+        time.sleep(_POLL_S)
+    snapshots = []
     for process in processes:
-        if not (state := state_of(process.pid)):
+        state = state_of(process.pid)
+        if not state:
             continue  # the process has ended by itself
         frames, text = _stack(attempt, process.rank, since)
         record = _flight_record(attempt, process.rank, since)
-        recorders, at = (record["recorders"], record["time"]) if record else ({}, 0.0)
-        entries = [entry for recorded in recorders.values() for entry in recorded.get("entries", [])]
-        called = [int(entry["time_created_ns"]) / 1e9 for entry in entries if _is_pending(entry)]  # with p2p calls
-        found.append(
+        snapshots.append(
             RankSnapshot(
                 rank=process.rank,
                 host=node,
@@ -319,24 +424,42 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
                 state=state,
                 frames=tuple(frames),
                 text=text[:_TEXT_CHARS],
-                calls=tuple(calls_of(recorders)),
-                pending_s=max((at - one for one in called), default=0.0),
+                calls=tuple(calls_of(record["recorders"])) if record else (),
+                pending_s=_pending_s(record) if record else 0.0,
             )
         )
-    return found
+    return snapshots
+
+
+def _has_written(attempt: Attempt, rank: int, since: float) -> bool:
+    frames, _ = _stack(attempt, rank, since)
+    return bool(frames) and _flight_record(attempt, rank, since) is not None
+
+
+def _pending_s(record: Mapping[str, Any]) -> float:
+    """Return the time between the oldest unfinished call, point-to-point calls included, and the record."""
+    oldest = record["time"]
+    for recorder in record["recorders"].values():
+        for entry in recorder.get("entries", []):
+            if _is_pending(entry):
+                oldest = min(oldest, int(entry["time_created_ns"]) / 1e9)
+    return float(record["time"] - oldest)
 
 
 def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] | None:
     record = read_json(attempt.flight(rank))
-    return record if record and record["time"] >= since else None
+    if not record or record["time"] < since:
+        return None
+    return record
 
 
 def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]:
+    """Return the last stack in a rank's log, as `parse_faulthandler` does; empty if the log is older than `since`."""
     with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
-        about = os.fstat(file.fileno())
-        if about.st_mtime < since:
-            return [], ""  # those of an earlier examination, which a stopped rank cannot replace
-        file.seek(max(0, about.st_size - _LOG_BYTES))
+        facts = os.fstat(file.fileno())
+        if facts.st_mtime < since:
+            return [], ""  # stacks of an earlier examination, which a stopped rank cannot replace
+        file.seek(max(0, facts.st_size - _LOG_BYTES))
         return parse_faulthandler(file.read().decode(errors="replace"))
     return [], ""
 
@@ -353,6 +476,8 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
+    """What the snapshots of all ranks show together."""
+
     sentence: str  #: ends the reason of the run's failure
     suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty if unclear
     odd_first: tuple[int, ...]  #: all ranks with a snapshot, the suspects first
@@ -361,83 +486,111 @@ class Summary:
 
 
 def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str]) -> Summary:
-    """Group ranks by the location of their stacks, and find the suspects; `missing_ranks` are hosts by rank."""
+    """Group ranks by the location of their stacks, and find the suspects.
+
+    Args:
+        missing_ranks: hosts of the running ranks without a snapshot, by rank.
+    """
     by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
-    groups = dict(sorted(_by_location(by_rank).items(), key=lambda item: (-len(item[1]), item[1])))
+    groups = _by_location(by_rank)
     absent, collectives = compare_calls({rank: snapshot.calls for rank, snapshot in by_rank.items()})
     suspects = _suspects(by_rank, groups, absent)
-    unseen = []
+    unseen = ""
     if missing_ranks:
         hosts = sorted(set(missing_ranks.values()))
-        unseen = [f"no snapshot of {ranks_text(missing_ranks)} ({few(hosts, _NAMED)})"]
-    where = _sentence(groups, suspects, all_seen=not missing_ranks)
-    sentence = "; ".join([*filter(None, [where]), *collectives[:1], *unseen])
-    group_of = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
+        unseen = f"no snapshot of {ranks_text(missing_ranks)} ({few(hosts, _NAMED)})"
+    locations = _sentence(groups, suspects, all_seen=not missing_ranks)
+    sentence = "; ".join(filter(None, [locations, *collectives[:1], unseen]))
+    group_of: dict[int, int] = {}
+    for number, ranks in enumerate(groups.values()):
+        group_of |= dict.fromkeys(ranks, number)
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -group_of[rank], rank)))
+
     lines = [sentence, "", "locations of the ranks:"]
-    lines += _first([f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()], " locations")
+    location_rows = [f"  {len(ranks):>5}  {ranks_text(ranks)}: {location}" for location, ranks in groups.items()]
+    lines += _first(location_rows, " locations")
     if collectives:
-        lines += ["", "collectives, from the flight recorders:", *(f"  {text}" for text in collectives)]
-    lines += ["", *unseen] if unseen else []
-    lines += ["", "processes and last collectives:", *_first([f"  {by_rank[rank].row()}" for rank in odd_first])]
+        lines += ["", "collectives, from the flight recorders:"]
+        lines += [f"  {text}" for text in collectives]
+    if unseen:
+        lines += ["", unseen]
+    lines += ["", "processes and last collectives:"]
+    lines += _first([f"  {by_rank[rank].row()}" for rank in odd_first])
     for rank in odd_first[:MAX_STACKS]:
         lines += ["", f"stacks of rank {rank}:", by_rank[rank].text.rstrip("\n") or "none could be read"]
+    lines += ["the stacks of all ranks are in their logs, rank-NNNNN.log", ""]
     return Summary(
         sentence=sentence,
         suspects=suspects,
         odd_first=odd_first,
-        text="\n".join([*lines, "the stacks of all ranks are in their logs, rank-NNNNN.log", ""]),
+        text="\n".join(lines),
         pending_s={rank: snapshot.pending_s for rank, snapshot in by_rank.items()},
     )
 
 
 def _first(rows: Sequence[str], kind: str = "") -> list[str]:
-    return [*rows[:MAX_RANKS], *([f"  and {len(rows) - MAX_RANKS} more{kind}"] if len(rows) > MAX_RANKS else [])]
+    """Return the first MAX_RANKS rows of a table, and a row with the number of further ones."""
+    num_more = len(rows) - MAX_RANKS
+    if num_more <= 0:
+        return list(rows)
+    return [*rows[:MAX_RANKS], f"  and {num_more} more{kind}"]
 
 
 def _by_location(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    """Return the ranks at each location, the largest group first."""
+    groups: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
-        state = f"state {snapshot.state}"
-        location = location_of(snapshot.frames)
-        if snapshot.is_stopped:
-            at = f"{state} at {location}" if location else state
-        else:
-            at = f"in {location}" if location else f"no stack, {state}"
-        found.setdefault(at, []).append(rank)
-    return found
+        groups.setdefault(_location_text(snapshot), []).append(rank)
+    return dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[1])))
+
+
+def _location_text(snapshot: RankSnapshot) -> str:
+    state = f"state {snapshot.state}"
+    location = location_of(snapshot.frames)
+    if snapshot.is_stopped:
+        return f"{state} at {location}" if location else state
+    return f"in {location}" if location else f"no stack, {state}"
 
 
 def _suspects(
     snapshots: Mapping[int, RankSnapshot], groups: Mapping[str, Sequence[int]], absent: Collection[int]
 ) -> tuple[int, ...]:
     """Return the ranks that cannot run; else those that have not called a collective; else a small minority."""
-    if stopped := [rank for rank, snapshot in snapshots.items() if snapshot.is_stopped]:
+    stopped = [rank for rank, snapshot in snapshots.items() if snapshot.is_stopped]
+    if stopped:
         return tuple(stopped)
-    if idle := [rank for rank in absent if not any(call.pending for call in snapshots[rank].calls)]:
+    idle = [rank for rank in absent if not any(call.pending for call in snapshots[rank].calls)]
+    if idle:
         return tuple(sorted(idle))
-    most, *others = groups.values() if groups else [[]]
-    few = sorted(rank for ranks in others for rank in ranks)
-    return tuple(few) if len(most) > 2 * len(few) or (len(most) > 1 and len(few) == 1) else ()
+    if not groups:
+        return ()
+    majority, *others = groups.values()
+    minority = sorted(rank for ranks in others for rank in ranks)
+    is_small = len(majority) > 2 * len(minority)
+    is_single = len(majority) > 1 and len(minority) == 1
+    return tuple(minority) if is_small or is_single else ()
 
 
 def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, all_seen: bool) -> str:
+    """Return a sentence on the locations of the ranks, which begins with the suspects; empty without groups."""
     if not groups:
         return ""
     if len(groups) == 1:
-        ((at, ranks),) = groups.items()
+        ((location, ranks),) = groups.items()
         who = "all ranks" if all_seen and len(ranks) > 1 else ranks_text(ranks)
-        return f"{who} {'is' if len(ranks) == 1 else 'are'} {at}"
-    suspected = [item for item in groups.items() if set(item[1]) & set(suspects)]
-    others = [item for item in groups.items() if item not in suspected]
-    named = [f"{ranks_text(ranks)} {at}" for at, ranks in (*suspected, *others)]
-    more = [f"and {len(named) - _NAMED} more locations"] if len(named) > _NAMED else []
-    text = "; ".join([*named[:_NAMED], *more])
+        verb = "is" if len(ranks) == 1 else "are"
+        return f"{who} {verb} {location}"
+    suspected = [group for group in groups.items() if set(group[1]) & set(suspects)]
+    others = [group for group in groups.items() if group not in suspected]
+    texts = [f"{ranks_text(ranks)} {location}" for location, ranks in (*suspected, *others)]
+    if len(texts) > _NAMED:
+        texts = [*texts[:_NAMED], f"and {len(texts) - _NAMED} more locations"]
+    text = "; ".join(texts)
     if len(suspected) != 1 or suspected[0][1] != list(suspects):
         return text
     # All suspects are at one location, whose ranks the sentence names first.
     who = ranks_text(suspects)
-    return f"{who} differ{'s' * (len(suspects) == 1)} from the others:{text.removeprefix(who)}"
+    return f"{who} {_verb('differ', suspects)} from the others:{text.removeprefix(who)}"
 
 
 # The supervisor's side.
@@ -446,29 +599,33 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, a
 LEAST_PRINT_S = 1.0
 #: A rank that has used more than this share of a core computes.
 _BUSY_SHARE = 0.1
+#: Share of the time limit in which the ranks of a node print. The rest is for the start of the command on all nodes.
+_PRINT_SHARE = 0.65
 _COMMAND = (sys.executable, "-P", "-m", "hpcdist.supervisor.hang")
 
 
 def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]) -> Summary | None:
-    """Collect the stacks of the running ranks whose nodes answer within `limit_s`; None if there are none."""
+    """Collect the stacks of the running ranks whose nodes answer within `limit_s` seconds.
+
+    The summary is also written to the attempt's folder. Returns None if there are no stacks, or if they cannot be
+    written.
+
+    Args:
+        interrupted: whether to give up; called several times a second.
+    """
     began = time.monotonic()
     # faulthandler prints the stacks to the logs, and `rank/telemetry.py` writes the collectives.
     ranks.signal(signal.SIGUSR1)
     printed_at = time.monotonic() + LEAST_PRINT_S
     # Sending the signal takes a while if Slurm's controller does not answer.
     left_s = max(0.0, began + limit_s - time.monotonic())
-    # A share of 0.35 is for the start of the command on all nodes.
-    command = [*_COMMAND, "stacks", str(attempt.path), f"{0.65 * left_s:.1f}"]
-    snapshots: dict[int, RankSnapshot] = {}
+    command = [*_COMMAND, "stacks", str(attempt.path), f"{_PRINT_SHARE * left_s:.1f}"]
     try:
-        if messages := ranks.examine(command, limit_s=left_s, interrupted=interrupted):
+        messages = ranks.examine(command, limit_s=left_s, interrupted=interrupted)
+        if messages:
             (attempt.path / "stacks.log").write_text(messages)
-        while ranks.remaining and (left_s := printed_at - time.monotonic()) > 0 and not interrupted():
-            ranks.wait(left_s)
-        for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
-            for value in (read_json(path) or {"ranks": []})["ranks"]:
-                snapshots[value["rank"]] = RankSnapshot.from_json(value)
-            path.unlink()
+        _wait_until(printed_at, ranks, interrupted)
+        snapshots = _take_reports(attempt)
         if not snapshots:
             return None
         missing = {rank: ranks.host_of(rank) for rank in ranks.remaining if rank not in snapshots}
@@ -483,8 +640,30 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
         return None
 
 
+def _wait_until(until: float, ranks: Ranks, interrupted: Callable[[], bool]) -> None:
+    """Wait until a time on the monotonic clock, or until all ranks have ended."""
+    while ranks.remaining:
+        left_s = until - time.monotonic()
+        if left_s <= 0 or interrupted():
+            return
+        ranks.wait(left_s)
+
+
+def _take_reports(attempt: Attempt) -> dict[int, RankSnapshot]:
+    """Return the snapshots that the nodes have written, by rank, and remove their files."""
+    snapshots = {}
+    for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
+        report = read_json(path) or {"ranks": []}
+        for value in report["ranks"]:
+            snapshots[value["rank"]] = RankSnapshot.from_json(value)
+        path.unlink()
+    return snapshots
+
+
 class Activity(NamedTuple):
-    time: float
+    """CPU and GPU use of a rank at one time."""
+
+    time: float  #: seconds since the epoch, by the clock of the rank's node
     cpu_s: float  #: CPU time until now, with that of children that have ended
     on_gpu: bool  #: whether a GPU that they use computes now
 
@@ -503,12 +682,16 @@ def read_activities(
 
 
 def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity]) -> set[int]:
-    return {
-        rank
-        for rank, now in after.items()
-        if now.on_gpu
-        or (rank in before and now.cpu_s - before[rank].cpu_s > _BUSY_SHARE * (now.time - before[rank].time))
-    }
+    """Return the ranks that compute, by their activities at two times: on a GPU now, or on a CPU in between."""
+    busy = set()
+    for rank, now in after.items():
+        if now.on_gpu or (rank in before and _is_busy(before[rank], now)):
+            busy.add(rank)
+    return busy
+
+
+def _is_busy(before: Activity, now: Activity) -> bool:
+    return now.cpu_s - before.cpu_s > _BUSY_SHARE * (now.time - before.time)
 
 
 def main(what: str, folder: str, limit_s: str = "0") -> None:
@@ -518,16 +701,29 @@ def main(what: str, folder: str, limit_s: str = "0") -> None:
     processes = find_ranks(attempt.path.parent.parent, attempt.number, slurm_node)
     if what == "stacks":
         node = slurm_node or socket.gethostname()
-        if snapshots := take_snapshots(processes, attempt, node, time.monotonic() + float(limit_s)):
+        snapshots = take_snapshots(processes, attempt, node, time.monotonic() + float(limit_s))
+        if snapshots:
             write_json(attempt.node_stacks(node), {"ranks": [asdict(snapshot) for snapshot in snapshots]})
         return
-    on_gpu = {pid for gpu in gpus() if gpu.busy for pid in gpu.pids}
+    pids_on_gpu: set[int] = set()
+    for gpu in gpus():
+        if gpu.busy:
+            pids_on_gpu.update(gpu.pids)
     for pid, rank in processes:
-        pids, cpu_s = family(pid), 0.0
-        for one in pids:
-            with suppress(psutil.Error):  # it has just ended
-                cpu_s += sum(psutil.Process(one).cpu_times()[:4])
-        print(json.dumps([rank, time.time(), cpu_s, not on_gpu.isdisjoint(pids)]), flush=True)
+        pids = family(pid)
+        cpu_s = _cpu_s(pids)
+        is_on_gpu = not pids_on_gpu.isdisjoint(pids)
+        print(json.dumps([rank, time.time(), cpu_s, is_on_gpu]), flush=True)
+
+
+def _cpu_s(pids: Iterable[int]) -> float:
+    """Return the CPU time of processes and of their ended children."""
+    seconds = 0.0
+    for pid in pids:
+        with suppress(psutil.Error):  # the process has just ended
+            times = psutil.Process(pid).cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
@@ -33,6 +33,8 @@ from hpcdist.supervisor.plan import Plan, code_env, free_port, parent_command, r
 from hpcdist.supervisor.progress import Reporter
 
 log = logging.getLogger(__name__)
+#: Interval of looks at the state of a run whose supervisor starts.
+_POLL_S = 0.05
 
 
 def supervise_locally(
@@ -55,8 +57,9 @@ def supervise_locally(
     """
     with retry.patient(retry.UNATTENDED_S), hold(run) as held:
         facts = read_record(run.environment) or {}
-        if facts | (image := image_facts(env)) != facts:  # first start in this image
-            write_json(run.environment, facts | image)
+        with_image = facts | image_facts(env)
+        if with_image != facts:  # first start in this image
+            write_json(run.environment, with_image)
         try:
             with launcher or LocalLauncher.of(run, config, plan, env) as launcher, view() as report:
                 from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
@@ -79,18 +82,19 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
 
     Raises RunFolderError if the supervisor ends before that, as when another process has taken the run.
     """
-    before, log_file = run.read_state(), run.path / "supervisor.log"
-    with open(log_file, "ab") as log:
+    before = run.read_state()
+    log_file = run.path / "supervisor.log"
+    with open(log_file, "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
             env=dict(env),  # the run's secrets are in its folder
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     while process.poll() is None and run.read_state() == before:
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
     if process.poll() and run.read_state() == before:
         raise RunFolderError(f"the supervisor of {run.name} ended before it started the run: see {log_file}")
     return process.pid
@@ -113,8 +117,10 @@ class LocalLauncher:
     def of(cls, run: RunDir, config: Config, plan: Plan, env: Mapping[str, str]) -> Self:
         """Return the launcher of a run. Raises RunFolderError if the run's folder is incomplete."""
         code = snapshot.code_state(run)
-        # The original working directory may not exist on another machine; the run folder holds the code.
-        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+        cwd = Path(code.cwd)
+        if not cwd.is_dir():
+            # This is another machine. The run folder holds the code.
+            cwd = run.path
         return cls(
             run,
             plan,
@@ -149,6 +155,7 @@ class LocalLauncher:
         self._is_started = True
 
     def close(self) -> None:
+        """End the parent of the ranks and its guard, if they were started."""
         if self._is_started:
             self._is_started = False
             self._parent.close()
@@ -164,42 +171,59 @@ class LocalLauncher:
     @property
     def resources(self) -> Resources:
         """One GPU for each rank on a GPU; without GPUs, the cores of all threads of the ranks."""
-        if gpu_ranks := [rank for rank in range(self.num_ranks) if self.plan.device_of(rank) != "cpu"]:
-            own = NodeShare(allocated=len(gpu_ranks), share=1, ranks=gpu_ranks)
-            return Resources(unit="GPU", nodes={socket.gethostname(): own})
+        host = socket.gethostname()
+        ranks = list(range(self.num_ranks))
+        gpu_ranks = [rank for rank in ranks if self.plan.device_of(rank) != "cpu"]
+        if gpu_ranks:
+            gpu_share = NodeShare(allocated=len(gpu_ranks), share=1, ranks=gpu_ranks)
+            return Resources(unit="GPU", nodes={host: gpu_share})
         cores = min(num_cores(), self.num_ranks * self.plan.threads)
-        own = NodeShare(allocated=cores, share=cores / self.num_ranks, ranks=list(range(self.num_ranks)))
-        return Resources(nodes={socket.gethostname(): own})
+        core_share = NodeShare(allocated=cores, share=cores / self.num_ranks, ranks=ranks)
+        return Resources(nodes={host: core_share})
 
     def broken(self) -> str:
-        return ""  # ranks can always be restarted on this machine
+        """Return "", because ranks can always be restarted on this machine."""
+        return ""
 
     def start(self, attempt: Attempt) -> "LocalRanks":
+        """Start the ranks of an attempt; starts their parent again if the last attempt has left it unusable."""
         if not (self._parent.is_alive() and self._parent.is_usable):
             log.warning("the parent process of the ranks is started again (see %s)", self._parent.output)
             self._parent.close()
             self._parent = self._start_parent()
         # Before the start, because an interpreter imports from the run folder at once.
         require_same(self.run.path, self.env)
-        envs = self._envs(attempt.number, free_port(self._job_id, attempt.number))
-        own = [{name: env[name] for name in env if env[name] != self._shared.get(name)} for env in envs]
-        return LocalRanks(self._parent, attempt, own, self._guard)
+        port = free_port(self._job_id, attempt.number)
+        starts = []
+        for env in self._envs(attempt.number, port):
+            starts.append({name: value for name, value in env.items() if value != self._shared.get(name)})
+        return LocalRanks(self._parent, attempt, starts, self._guard)
 
     def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
-        topology: dict[str, Any] = {"job_id": self._job_id, "attempt": attempt, "master_port": port}
-        envs = (self.plan.rank_env(rank, **topology) for rank in range(self.num_ranks))
-        return [{**self.env, **env, **self._code} for env in envs]
+        """Return the whole environment of each rank."""
+        envs = []
+        for rank in range(self.num_ranks):
+            rank_env = self.plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
+            envs.append({**self.env, **rank_env, **self._code})
+        return envs
 
     def _start_parent(self) -> RankParents:
+        rank = rank_command(self.run.path)
+        fork = self.fork and self._can_fork()
+        command = parent_command(self.run.path, "all", rank, fork=fork, limit_s=self.init_timeout_s)
+        output = self.run.path / "attempts" / "rank-parent.log"
+        return retry.retry(
+            lambda: RankParents(command, self._guard, env=self._shared, cwd=self.cwd, output=output), output
+        )
+
+    def _can_fork(self) -> bool:
+        """Return whether the ranks differ only in variables that define their place and their rendezvous.
+
+        Libraries read variables such as OMP_NUM_THREADS at their import, and glibc reads MALLOC_ variables before that.
+        """
         topology = {*OWN_PLACE, *OWN_RENDEZVOUS}
         envs = [{name: value for name, value in env.items() if name not in topology} for env in self._envs(0, 1)]
-        # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
-        can_fork = all(env == envs[0] for env in envs)
-        rank = rank_command(self.run.path)
-        command = parent_command(self.run.path, "all", rank, fork=self.fork and can_fork, limit_s=self.init_timeout_s)
-        output = self.run.path / "attempts" / "rank-parent.log"
-        values: dict[str, Any] = {"env": self._shared, "cwd": self.cwd, "output": output}
-        return retry.retry(lambda: RankParents(command, self._guard, **values), output)
+        return all(env == envs[0] for env in envs)
 
 
 class LocalRanks(ParentRanks):
@@ -237,6 +261,10 @@ class LocalRanks(ParentRanks):
         self._guard.register(pid)
 
     def _note_end_of_parents(self) -> None:
-        # Those that had not started count as failed by themselves.
         self._error = f"their parent process has ended (see {self.parents.output})"
-        self.exits |= {rank: -signal.SIGKILL if rank in self._pids else 1 for rank in self.remaining}
+        for rank in self.remaining:
+            if rank in self._pids:
+                self.exits[rank] = -signal.SIGKILL
+            else:
+                # A rank that had not started counts as failed by itself.
+                self.exits[rank] = 1

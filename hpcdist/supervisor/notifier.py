@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import IO, Any
 
 from hpcdist.config.launch_schema import NotifyConfig
@@ -25,10 +26,15 @@ DELIVERY_S = 10.0
 DRAIN_S = 20.0
 #: Pauses before the tries of an event.
 _PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+#: Limit of the reason in an event.
+_REASON_CHARS = 500
 
 
 class Notifier(AbstractContextManager["Notifier"]):
-    """Delivers the events of a run in order, if the config has a `notify` section. A failure is passed to `note`."""
+    """Delivers the events of a run in order, if the config has a `notify` section.
+
+    If an event could not be delivered, the end of the context passes a sentence about it to `note`.
+    """
 
     def __init__(
         self, run: RunDir, settings: NotifyConfig, env: Mapping[str, str], note: Callable[[str], None]
@@ -43,12 +49,13 @@ class Notifier(AbstractContextManager["Notifier"]):
 
     def send(self, event: str, state: State) -> None:
         """Pass on an event: `started`, `restarted`, `requeued` or `ended`."""
+        reason = redact_text(" ".join(state.reason.split()))
         self._events.put(
             {
                 "event": event,
                 "run": f"{self._run.experiment}/{self._run.name}",
                 "status": state.status,
-                "reason": redact_text(" ".join(state.reason.split()))[:500],
+                "reason": reason[:_REASON_CHARS],
                 "attempt": state.attempt,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
                 "folder": str(self._run.path),
@@ -61,39 +68,65 @@ class Notifier(AbstractContextManager["Notifier"]):
         self._events.put(None)
         self._thread.join(DRAIN_S)
         if self._thread.is_alive() or self._lost:
-            self._note(f"not all notifications were delivered ({self._lost or 'see notifier.log'})")
+            why = self._lost or "see notifier.log"
+            self._note(f"not all notifications were delivered ({why})")
 
     def _deliver_all(self) -> None:
-        while (facts := self._events.get()) is not None:
+        while True:
+            facts = self._events.get()
+            if facts is None:
+                return
             try:
-                facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
+                mlflow_record = read_json(self._run.mlflow, within_s=0) or {}
+                facts["mlflow_run_id"] = mlflow_record.get("run_id")
                 with open(self._run.path / "notifier.log", "ab", buffering=0) as log:
-                    for pause_s in _PAUSES_S:
-                        time.sleep(pause_s)
-                        if not (problem := self._deliver(facts, log)):
-                            break
-                        log.write(f"'{facts['event']}' is not delivered: {problem}\n".encode())
-                    else:
+                    if not self._deliver_patiently(facts, log):
                         self._lost = "see notifier.log"
             except (HpcdistError, OSError) as error:
                 self._lost = str(error)
 
+    def _deliver_patiently(self, facts: Mapping[str, Any], log: IO[bytes]) -> bool:
+        """Try to deliver an event several times, and return whether this succeeded."""
+        for pause_s in _PAUSES_S:
+            time.sleep(pause_s)
+            problem = self._deliver(facts, log)
+            if not problem:
+                return True
+            log.write(f"'{facts['event']}' is not delivered: {problem}\n".encode())
+        return False
+
     def _deliver(self, facts: Mapping[str, Any], log: IO[bytes]) -> str:
+        """Run the command or post to the webhook; return the reason of a failure, or ""."""
         import requests  # most runs have no webhook
 
         body = json.dumps(facts).encode()
         try:
             if self._command:
-                command = [self._command, facts["event"], facts["run"], facts["status"]]
-                options: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._env, "start_new_session": True}
-                subprocess.run(command, input=body, timeout=DELIVERY_S, check=True, **options)
+                subprocess.run(
+                    [self._command, facts["event"], facts["run"], facts["status"]],
+                    input=body,
+                    stdout=log,
+                    stderr=log,
+                    env=self._env,
+                    start_new_session=True,
+                    timeout=DELIVERY_S,
+                    check=True,
+                )
                 return ""
-            # A redirect would turn the POST into a GET of another address.
-            options = {"headers": {"Content-Type": "application/json"}, "allow_redirects": False}
-            # Without `auth`, requests would send a password of ~/.netrc.
-            options["auth"] = lambda request: request
-            with requests.post(self._url, body, timeout=DELIVERY_S, stream=True, **options) as done:
-                return f"HTTP status {done.status_code}" if done.status_code >= 300 else ""
+            with requests.post(
+                self._url,
+                body,
+                headers={"Content-Type": "application/json"},
+                # A redirect would turn the POST into a GET of another address.
+                allow_redirects=False,
+                # Without `auth`, requests would send a password of ~/.netrc.
+                auth=lambda request: request,
+                stream=True,
+                timeout=DELIVERY_S,
+            ) as response:
+                if response.status_code < HTTPStatus.MULTIPLE_CHOICES:
+                    return ""
+                return f"HTTP status {response.status_code}"
         except (requests.RequestException, ValueError) as error:
             return type(error).__name__  # its text has the URL
         except (subprocess.SubprocessError, OSError) as error:

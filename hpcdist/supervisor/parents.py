@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 LEAVE_S = 5.0
 #: Time for a report from another node. A node without power never reports.
 _ANSWER_S = 2.0
+#: Size of a read from the channel of the parents.
+_READ_BYTES = 64 * 1024
+#: Limit of a damaged report in a warning.
+_SHOWN_CHARS = 200
 
 
 class RankParents:
@@ -66,13 +70,15 @@ class RankParents:
 
     @property
     def are_ready(self) -> bool:
+        """Whether all parents have finished their imports and wait for requests."""
         return len(self.hosts) == self.num_parents
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def send(self, **request: Any) -> None:
-        with suppress(OSError):  # after the end of the process, which `have_ended` shows
+        """Send a request to all parents; does nothing after the end of the process, which `have_ended` shows."""
+        with suppress(OSError):
             self._channel.sendall(f"{json.dumps(request)}\n".encode())
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -81,42 +87,53 @@ class RankParents:
         poll.register(self._channel, select.POLLIN)
         poll.register(self._descriptor, select.POLLIN)
         poll.poll(timeout_s * 1000)
+        # Asked before the read, so that `have_ended` implies that all reports have been read.
         have_ended = not self.is_alive()
         self._unread += self._read()
         self.have_ended = have_ended
         *lines, self._unread = self._unread.split(b"\n")
-        return [report for line in lines for report in self._parse(line.decode(errors="replace"))]
+        reports = []
+        for line in lines:
+            report = self._parse(line.decode(errors="replace"))
+            if report is not None:
+                reports.append(report)
+        return reports
 
     def _read(self) -> bytes:
+        """Return the bytes that can be read without waiting."""
         received = b""
         with suppress(BlockingIOError, ConnectionResetError):
-            while data := self._channel.recv(1 << 16, socket.MSG_DONTWAIT):
+            while data := self._channel.recv(_READ_BYTES, socket.MSG_DONTWAIT):
                 received += data
         return received
 
-    def _parse(self, line: str) -> Iterator[dict[str, Any]]:
+    def _parse(self, line: str) -> dict[str, Any] | None:
+        """Return a report about a rank; None for another line. Notes the host of a parent that reports to be ready."""
         _, mark, content = line.partition(MARK)
         if not mark:
-            return  # a message of the container or of srun
+            return None  # a message of the container or of srun
         try:
-            report = json.loads(content)
+            report: dict[str, Any] = json.loads(content)
         except ValueError:
-            log.warning("a report of a parent process of ranks cannot be read: %s", redact_text(line)[:200])
-            return
+            shown_line = redact_text(line)[:_SHOWN_CHARS]
+            log.warning("a report of a parent process of ranks cannot be read: %s", shown_line)
+            return None
         if "ready" not in report:
-            yield report
-            return
+            return report
         self.hosts[report["parent"]] = report["ready"]
         if report["problem"]:
             log.warning("each rank imports torch itself: %s (see %s)", report["problem"], self.output)
+        return None
 
     def close(self) -> None:
+        """End the requests, wait for the end of the process, and kill it if it does not end."""
         if self._channel.fileno() == -1:
             return  # closed already, and its successor could not be started
         self._channel.close()
+        # A parent that still imports, or is stopped, does not read the end of its requests.
+        leave_s = self._leave_s if self.are_ready else 0
         try:
-            # One that still imports, or is stopped, does not read the end of its requests.
-            self.process.wait(self._leave_s if self.are_ready else 0)
+            self.process.wait(leave_s)
         except subprocess.TimeoutExpired:
             self.is_usable = False
             self.kill()
@@ -124,6 +141,7 @@ class RankParents:
         os.close(self._descriptor)
 
     def kill(self) -> None:
+        """Kill the process group of the parent, or of srun."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -167,19 +185,21 @@ class ParentRanks:
         return [rank for rank in range(self._num_ranks) if rank not in self._pids]
 
     def last_message(self, rank: int) -> str:
+        """Return why a rank has not started; see `Ranks.last_message`."""
         return self._error or "their parent process has not finished its imports"
 
     def wait(self, timeout_s: float) -> None:
+        """Start the ranks when their parents are ready; wait for reports. Updates `exits`."""
         self._receive(timeout_s)
         self._start()
         if self.parents.have_ended and self.remaining:
             self._note_end_of_parents()
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the running ranks. Ranks that have not started count as ended by SIGTERM."""
         if self._are_requested:
             self.parents.send(signal=int(number))
         elif number == signal.SIGTERM:
-            # As if they had been starting.
             self.exits = dict.fromkeys(range(self._num_ranks), -number)
 
     def close(self) -> None:
@@ -213,8 +233,8 @@ class ParentRanks:
         if self._starts is None:
             self.parents.send(start=number, env=dict(self._env))
             return
-        for rank, own in enumerate(self._starts):
-            self.parents.send(start=number, rank=rank, env={**self._env, **own})
+        for rank, rank_env in enumerate(self._starts):
+            self.parents.send(start=number, rank=rank, env={**self._env, **rank_env})
 
     def _receive(self, timeout_s: float) -> None:
         for report in self.parents.receive(max(0.0, timeout_s)):
@@ -240,5 +260,5 @@ class ParentRanks:
         """Called when a rank has started; its process id is valid on the node of its parent."""
 
     def _note_end_of_parents(self) -> None:
-        """Called if ranks remain whose parents have ended. Afterwards none does."""
+        """Add the exit codes of the remaining ranks. Called if their parents have ended."""
         raise NotImplementedError

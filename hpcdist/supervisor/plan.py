@@ -15,7 +15,7 @@ from hpcdist.config.roles import DEFAULT_ROLE, Roles
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.section import MAX_PER_NODE
 from hpcdist.config.topology import port_for
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, plural
 from hpcdist.host.gpu_info import count_gpus, selected_gpus
 from hpcdist.host.machine import num_cores
 from hpcdist.rank.private_network import INTERFACE_VARIABLES
@@ -24,10 +24,18 @@ from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE
 #: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
 RANKS_WITHOUT_GPU = 2
+#: Sizes up to which glibc keeps blocks and free memory on ranks without a GPU. By default it returns large blocks to
+#: the kernel and faults them in again in each step, which is 1.4 times slower.
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+_TRIM_THRESHOLD_BYTES = 2**30
+#: Number of ports that are tried: another program may listen on the first one.
+_NUM_PORTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
+    """The processors of this machine that a local run may use."""
+
     num_cpus: int
     num_gpus: int
 
@@ -40,6 +48,8 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """How the ranks of a local run are started."""
+
     num_ranks: int
     device: str  #: `cpu`, or the type of the GPUs
     backend: str
@@ -51,7 +61,11 @@ class Plan:
     devices: dict[str, str] = field(default_factory=dict)
 
     def device_of(self, rank: int) -> str:
-        return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
+        """Return `cpu` or the type of the rank's GPU."""
+        if self.roles is None:
+            return self.device
+        role, _ = self.roles.of_rank(rank)
+        return self.devices[role]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
         """Return `env` and the variables that define the rank's topology (`config/topology.py`)."""
@@ -67,43 +81,39 @@ class Plan:
             "JOB_ID": job_id,
             "ATTEMPT": attempt,
         }
-        mixed = self.device_of(rank) == "cpu" and self.device != "cpu"
-        own = processor_env(self.threads, use_gpus=False) if mixed else {}
-        return {**own, **self.env, **{f"HPCDIST_{key}": str(value) for key, value in topology.items()}}
+        env: dict[str, str] = {}
+        if self.device_of(rank) == "cpu" and self.device != "cpu":
+            # A rank without a GPU beside others with one.
+            env |= processor_env(self.threads, use_gpus=False)
+        env |= self.env
+        env |= {f"HPCDIST_{key}": str(value) for key, value in topology.items()}
+        return env
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:
+    """Return the plan of a local run. Raises ConfigError if the machine or the roles do not fit the config."""
     launch = config.launch
-    roles = Roles.of(config.roles, sum(config.roles.values())) if config.roles else None
-    if roles and launch.num_ranks not in (0, roles.world_size):
-        raise ConfigError(
-            f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={launch.num_ranks}:"
-            " leave launch.num_ranks out, or change one of them"
-        )
-    asked = {role: role_device(config, role) for role in roles.names} if roles else {DEFAULT_ROLE: launch.device}
-    ranks = roles.world_size if roles else launch.num_ranks
+    roles = _roles_of(config)
+    requested: dict[str, str]
+    if roles is None:
+        ranks = launch.num_ranks
+        requested = {DEFAULT_ROLE: launch.device}
+    else:
+        ranks = roles.world_size
+        requested = {role: role_device(config, role) for role in roles.names}
     if launch.gpu_type != NVIDIA:  # torch alone counts them, in the ranks, which refuse to share a GPU
         machine = replace(machine, num_gpus=ranks or 1)
-    use_gpus = machine.num_gpus > 0 and any(device != "cpu" for device in asked.values())
-    for role, device in asked.items():
+    gpu_roles = [role for role, device in requested.items() if device != "cpu"]
+    use_gpus = machine.num_gpus > 0 and bool(gpu_roles)
+    for role, device in requested.items():
         if device in GPU_BACKENDS and not use_gpus:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
             raise ConfigError(f"{key}={device}, but no GPU is visible here: use {key}=auto or cpu")
     if use_gpus and config.data.global_batch_size is not None:
         # An elastic run trains the same on fewer ranks, such as after the loss of a GPU. It has no roles.
         ranks = min(ranks, machine.num_gpus)
-    if use_gpus and roles:
-        with_gpu = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
-        if with_gpu.world_size > machine.num_gpus:
-            raise ConfigError(
-                f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {machine.num_gpus} are"
-                f" visible: run some roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
-            )
-    elif use_gpus and ranks > machine.num_gpus:
-        raise ConfigError(
-            f"launch.num_ranks={ranks}, but {machine.num_gpus} GPU{'s are' if machine.num_gpus != 1 else ' is'}"
-            " visible: lower it, or use launch.device=cpu"
-        )
+    if use_gpus:
+        _check_gpus(roles, gpu_roles, ranks, machine.num_gpus)
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
     if num_ranks > MAX_PER_NODE:
         raise ConfigError(f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks")
@@ -111,7 +121,10 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     even_threads = 1 if config.elastic.exact else max(1, machine.num_cpus // num_ranks)
     threads = launch.num_threads or even_threads
     gpu = launch.gpu_type if use_gpus else "cpu"
-    all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
+    devices = {}
+    if roles is not None:
+        devices = {role: gpu if role in gpu_roles else "cpu" for role in roles.names}
+    all_gpus = use_gpus and len(gpu_roles) == len(requested)
     return Plan(
         num_ranks=num_ranks,
         device=gpu,
@@ -119,8 +132,37 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         threads=threads,
         env={**processor_env(threads, use_gpus=use_gpus), **launch.env},
         roles=roles,
-        devices={role: "cpu" if asked[role] == "cpu" else gpu for role in asked} if roles else {},
+        devices=devices,
     )
+
+
+def _roles_of(config: Config) -> Roles | None:
+    """Return the config's roles; None if it has none. Raises ConfigError if `launch.num_ranks` contradicts them."""
+    if not config.roles:
+        return None
+    roles = Roles.of(config.roles, sum(config.roles.values()))
+    num_ranks = config.launch.num_ranks
+    if num_ranks not in (0, roles.world_size):
+        raise ConfigError(
+            f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={num_ranks}:"
+            " leave launch.num_ranks out, or change one of them"
+        )
+    return roles
+
+
+def _check_gpus(roles: Roles | None, gpu_roles: Sequence[str], ranks: int, num_gpus: int) -> None:
+    """Raise ConfigError if there are fewer GPUs than ranks that use one."""
+    if roles is not None:
+        with_gpu = Roles(tuple((role, roles.count(role)) for role in gpu_roles))
+        if with_gpu.world_size > num_gpus:
+            raise ConfigError(
+                f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {num_gpus} are"
+                f" visible: run some roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
+            )
+    elif ranks > num_gpus:
+        are = "is" if num_gpus == 1 else "are"
+        visible = f"{plural(num_gpus, 'GPU')} {are} visible"
+        raise ConfigError(f"launch.num_ranks={ranks}, but {visible}: lower it, or use launch.device=cpu")
 
 
 def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
@@ -133,9 +175,8 @@ def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     if not use_gpus:
-        # By default glibc returns large blocks to the kernel and faults them in again in each step: 1.4 times slower.
-        env["MALLOC_MMAP_THRESHOLD_"] = str(32 * 2**20)
-        env["MALLOC_TRIM_THRESHOLD_"] = str(2**30)
+        env["MALLOC_MMAP_THRESHOLD_"] = str(_MMAP_THRESHOLD_BYTES)
+        env["MALLOC_TRIM_THRESHOLD_"] = str(_TRIM_THRESHOLD_BYTES)
     return env
 
 
@@ -163,7 +204,11 @@ def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, s
 
 
 def free_port(job_id: str, attempt: int) -> int:
-    for offset in range(64):
+    """Return a port of the loopback interface on which no program listens, the same one each time if possible.
+
+    Raises ConfigError if programs listen on all ports that are tried.
+    """
+    for offset in range(_NUM_PORTS):
         port = port_for(job_id, attempt + offset)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

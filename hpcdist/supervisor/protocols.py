@@ -12,7 +12,7 @@ from hpcdist.run.folder import Attempt
 
 
 class Ranks(Protocol):
-    """The ranks of one attempt; they may be started only by a `wait`."""
+    """The ranks of one attempt. Some may start only during a later `wait`."""
 
     #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
     exits: dict[int, int]
@@ -20,8 +20,11 @@ class Ranks(Protocol):
     memory_limits: dict[int, int]
 
     @property
-    def remaining(self) -> list[int]: ...  # those that have not ended; one may not be started yet
-    def host_of(self, rank: int) -> str: ...
+    def remaining(self) -> list[int]:
+        """The ranks that have not ended, including those that have not started yet."""
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host on which a rank runs or will run."""
 
     def wait(self, timeout_s: float) -> None:
         """Start ranks that are not started yet; wait until one has ended or the time is over. Updates `exits`."""
@@ -32,7 +35,9 @@ class Ranks(Protocol):
     def last_message(self, rank: int) -> str:
         """Return the last message about a rank that has not started, of the program that should start it."""
 
-    def signal(self, number: signal.Signals) -> None: ...
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all running ranks."""
+
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
         """Run a command on each node and return its output; end it after `limit_s`, or soon after `interrupted`."""
 
@@ -41,14 +46,17 @@ class Ranks(Protocol):
 
 
 class NodeChanges:
-    """Changes of the nodes of a run between its attempts: none; those of elastic runs are in `job/elastic_nodes.py`."""
+    """Changes of the nodes of a run between its attempts.
+
+    This class makes no changes. `job/elastic.py` has the changes of elastic runs.
+    """
 
     def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""
         return None
 
     def replace_lost(self) -> str:
-        """Choose the nodes after a failure; returns a sentence that explains it by their change, or ""."""
+        """Choose the nodes after a failure; returns a sentence on the change of nodes, or "" if they stay the same."""
         return ""
 
     def detect_returned(self) -> str:
@@ -63,9 +71,13 @@ class Launcher(Protocol):
     """Starts the ranks of each attempt of a run."""
 
     @property
-    def num_ranks(self) -> int: ...  # of the running or next attempt
+    def num_ranks(self) -> int:
+        """The number of ranks of the running or next attempt."""
+
     @property
-    def resources(self) -> Resources: ...
+    def resources(self) -> Resources:
+        """The GPUs or cores of the running or next attempt."""
+
     def start(self, attempt: Attempt) -> Ranks:
         """Start all ranks, or leave it to `Ranks.wait`.
 

@@ -8,12 +8,21 @@ from typing import Any, Literal
 Kind = Literal[
     "error", "killed", "out_of_memory", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"
 ]
-#: Most real-time signals have no name.
+#: Names of signals by number. Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
+#: Kinds of failures in which the rank does not report its step. The known step is that of its last heartbeat, which is
+#: due once a second, so the rank may have done more steps.
+_UNREPORTED: tuple[Kind, ...] = ("killed", "out_of_memory", "vanished", "lost")
+#: Kinds whose `error` is the text of an exception.
+_RAISED: tuple[Kind, ...] = ("error", "rejected", "unfit", "interrupted")
+#: Number of ranks with which "all 2 ranks" is "both ranks".
+_PAIR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
+    """The failure of an attempt, as one rank shows it."""
+
     kind: Kind
     rank: int
     host: str  #: empty for a failure before any rank was started
@@ -25,18 +34,27 @@ class Failure:
     detail: str = ""  #: further findings, which do not count when failures are compared
 
     def sentence(self) -> str:
+        """Return such as `rank 3 on n2 failed with ValueError: … after step 40`."""
         if not self.host:  # no rank was started
             return self.error
-        where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
-        # A rank that could not report its end may have done more steps: a heartbeat is due once a second.
-        is_reported = self.kind not in ("killed", "out_of_memory", "vanished", "lost")
-        at = (f" after step {self.step}" if is_reported else f", last heartbeat at step {self.step}") * bool(self.step)
-        failed = "failed with " if self.kind in ("error", "rejected", "unfit", "interrupted") else ""
+        text = f"rank {self.rank}"
+        if self.role:
+            text += f" ({self.role})"
+        text += f" on {self.host} "
+        if self.kind in _RAISED:
+            text += "failed with "
         # To errors of CUDA, torch adds lines of advice.
-        error = self.error.partition("\n")[0] if self.kind == "error" else self.error
-        return f"{where} {failed}{error}{at}" + (f"; {self.detail}" if self.detail else "")
+        text += self.error.partition("\n")[0] if self.kind == "error" else self.error
+        if self.step and self.kind in _UNREPORTED:
+            text += f", last heartbeat at step {self.step}"
+        elif self.step:
+            text += f" after step {self.step}"
+        if self.detail:
+            text += f"; {self.detail}"
+        return text
 
     def same_as(self, other: "Failure") -> bool:
+        """Return whether the failures agree in kind, error and step."""
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
 
 
@@ -63,9 +81,11 @@ def first_failure(
         sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
         num_ranks: number of all ranks, for the number of those that raised the same error.
         memory_limits: limits in bytes for which the kernel has killed ranks.
-        unstarted: why ranks did not start, for those that did not: the exit code is that of what should start them.
+        unstarted: reasons of the ranks that did not start. Their exit codes are those of the program that should have
+            started them.
     """
     unstarted = unstarted or {}
+    memory_limits = memory_limits or {}
     if sent_sigterm:
         lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
         exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM and rank not in lost}
@@ -73,14 +93,19 @@ def first_failure(
     causes: list[Failure] = []
     consequences: list[Failure] = []
     for rank in [*exits, *sorted(outcomes.keys() - exits.keys())]:
-        code, outcome = exits.get(rank, 0), outcomes.get(rank)
+        code = exits.get(rank, 0)
+        outcome = outcomes.get(rank)
         if outcome is not None and outcome["outcome"] in ("failed", "rejected"):
-            (consequences if outcome["peer_lost"] else causes).append(_reported_failure(rank, outcome))
+            failure = _reported_failure(rank, outcome)
+            if outcome["peer_lost"]:
+                consequences.append(failure)
+            else:
+                causes.append(failure)
         elif code != 0 and rank in unstarted:
             error = f"was not started: {unstarted[rank]}"
             causes.append(Failure(kind="not_started", rank=rank, host=host_of(rank), step=None, error=error))
         elif code != 0:
-            kind, error = _unreported_end(code, (memory_limits or {}).get(rank))
+            kind, error = _unreported_end(code, memory_limits.get(rank))
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     left = next(iter(exits), None)
     if left is not None and exits[left] == 0 and consequences and not causes:
@@ -91,16 +116,30 @@ def first_failure(
     if first is None:
         return None
     hosts = {cause.host for cause in causes if cause.kind in ("error", "rejected")}
-    same = sum((cause.kind, cause.error) == ("error", first.error) for cause in causes)
-    number = "both" if same == num_ranks == 2 else f"all {same}" if same == num_ranks else str(same)
-    return replace(first, only_there=hosts <= {first.host}, detail=f"{number} ranks raised it" if same > 1 else "")
+    same = [cause for cause in causes if cause.kind == "error" and cause.error == first.error]
+    return replace(first, only_there=hosts <= {first.host}, detail=_shared_by(len(same), num_ranks))
+
+
+def _shared_by(count: int, num_ranks: int) -> str:
+    """Return how many of the ranks raised the same error; "" if only one did."""
+    if count <= 1:
+        return ""
+    if count != num_ranks:
+        return f"{count} ranks raised it"
+    if num_ranks == _PAIR:
+        return "both ranks raised it"
+    return f"all {count} ranks raised it"
 
 
 def _reported_failure(rank: int, outcome: Mapping[str, Any]) -> Failure:
-    # Slurm's signal ahead of the time limit ended the start of the rank's container.
-    failed: Kind = "interrupted" if outcome.get("interrupted") else "error"
+    kind: Kind = "error"
+    if outcome["outcome"] == "rejected":
+        kind = "rejected"
+    elif outcome.get("interrupted"):
+        # Slurm's signal ahead of the time limit ended the start of the rank's container.
+        kind = "interrupted"
     return Failure(
-        kind="rejected" if outcome["outcome"] == "rejected" else failed,
+        kind=kind,
         rank=rank,
         host=str(outcome["host"]),
         step=outcome["step"],
@@ -114,15 +153,19 @@ def _unreported_end(code: int, memory_limit: int | None) -> tuple[Kind, str]:
     if code > 0:
         return "vanished", f"exited with code {code} without a report"
     if memory_limit is not None:
-        return (
-            "out_of_memory",
-            f"was killed by the kernel: out of memory, with a limit of {memory_limit / 2**20:,.0f} MiB",
-        )
-    return "killed", f"was killed by {_NAMES.get(-code, f'signal {-code}')}"
+        limit = f"a limit of {memory_limit / 2**20:,.0f} MiB"
+        return "out_of_memory", f"was killed by the kernel: out of memory, with {limit}"
+    name = _NAMES.get(-code, f"signal {-code}")
+    return "killed", f"was killed by {name}"
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:
-    """Return the failure of ranks that were not started, if any; `why` is time limit and cause."""
+    """Return the failure of ranks that were not started; None if there are none.
+
+    Args:
+        absent: the ranks that were not started, in order.
+        why: end of the sentence: time limit and cause.
+    """
     if not absent:
         return None
     if len(absent) == num_ranks:
@@ -133,6 +176,10 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
     return Failure(kind="not_started", rank=first, host=host_of(first), step=None, error=error)
 
 
+#: Failures in a row after which a node counts as broken: a single one may have any cause.
+_ENOUGH_FAILURES = 2
+
+
 def suspect(history: Sequence[Failure | None]) -> str | None:
     """Return the host that is probably broken, or None; the history has None for an attempt that did not fail.
 
@@ -141,11 +188,20 @@ def suspect(history: Sequence[Failure | None]) -> str | None:
     do not count, because the culprit is uncertain. Neither do errors that hpcdist itself raises (without traceback),
     such as for a full disk.
     """
-    if len(history) < 2 or (last := history[-1]) is None or (before := history[-2]) is None:
+    last_two = history[-_ENOUGH_FAILURES:]
+    if len(last_two) < _ENOUGH_FAILURES:
         return None
-    for one in (last, before):
-        may_be_the_node = one.kind in ("killed", "vanished", "not_started") or one.traceback
-        if not one.host or one.host != last.host or not one.only_there or not may_be_the_node:
+    last = last_two[-1]
+    if last is None or not last.host:
+        return None
+    for failure in last_two:
+        if failure is None or failure.host != last.host or not _may_be_the_node(failure):
             return None
-    wanders = any(failure is not None and failure.host != last.host and failure.same_as(last) for failure in history)
-    return None if wanders else last.host
+    for failure in history:
+        if failure is not None and failure.host != last.host and failure.same_as(last):
+            return None
+    return last.host
+
+
+def _may_be_the_node(failure: Failure) -> bool:
+    return failure.only_there and (failure.kind in ("killed", "vanished", "not_started") or bool(failure.traceback))

@@ -41,6 +41,7 @@ class SignalRequests:
                     signal.signal(number, handler)
 
     def request(self) -> StopRequest | None:
+        """Return the request that the signals so far make; None without a signal."""
         if self._name is None:
             return None
         action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
@@ -48,8 +49,9 @@ class SignalRequests:
         return StopRequest(action=action, cause=cause, by=self._name)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal, as its handler; `request` returns the request for it."""
-        self._num_interrupts += number == signal.SIGINT
+        """Handle a signal: note it for `request`. A second Ctrl-C also ends retries of file operations."""
+        if number == signal.SIGINT:
+            self._num_interrupts += 1
         if number == signal.SIGHUP:  # failed writes to the closed terminal must not end the run
             with open(os.devnull, "wb") as null:
                 for descriptor in self._terminals:

@@ -20,10 +20,8 @@ from hpcdist.host import retry
 from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import attempt_times
-from hpcdist.run.attempt_times import AttemptTimes, read_times, write_times
+from hpcdist.run.attempt_times import write_times
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
-from hpcdist.run.reached_steps import reached_step
-from hpcdist.run.resume_text import how_stopped, resume_point
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
@@ -43,11 +41,17 @@ class Job(Protocol):
     """The Slurm job of a run."""
 
     @property
-    def allocation(self) -> Allocation | None: ...
+    def allocation(self) -> Allocation | None:
+        """The time limit of the job; None without one."""
+
     @property
-    def nodes(self) -> NodeChanges: ...
+    def nodes(self) -> NodeChanges:
+        """The changes of nodes within the allocation."""
+
     @property
-    def restart_count(self) -> int: ...
+    def restart_count(self) -> int:
+        """How often Slurm has restarted the job."""
+
     def is_ending(self) -> bool:
         """Return whether Slurm is ending the job; its signal may have reached only the ranks."""
 
@@ -76,8 +80,11 @@ class Supervisor:
     job: Job | None = None
 
     def __post_init__(self) -> None:
-        self._allocation = self.job.allocation if self.job is not None else None
-        self._nodes = self.job.nodes if self.job is not None else NodeChanges()
+        self._allocation: Allocation | None = None
+        self._nodes = NodeChanges()
+        if self.job is not None:
+            self._allocation = self.job.allocation
+            self._nodes = self.job.nodes
         #: Failures after which the ranks were restarted on the same nodes.
         self._failures: list[Failure] = []
         #: Number of restarts on other or more nodes, which `launch.max_restarts` does not limit.
@@ -103,16 +110,18 @@ class Supervisor:
             self._signals.handled(),
             Notifier(self.folder, self.config.notify, self.env, self.report.note) as notifier,
         ):
-            state = replace(self.folder.read_state(), status="running", reason="", ended=None)
-            state = replace(state, rejected=False, lost=False, world_size=self.launcher.num_ranks)
+            state = replace(
+                self.folder.read_state(),
+                status="running",
+                reason="",
+                ended=None,
+                rejected=False,
+                lost=False,
+                world_size=self.launcher.num_ranks,
+            )
             self._write(state)
             limit_log(self.folder.path)
-            shipper: ShipperProcess | None = None
-            try:
-                if self.tracking_uri:
-                    shipper = ShipperProcess(self.folder, self.tracking_uri, self.env)
-            except OSError as error:
-                self.report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
+            shipper = self._start_shipper()
             failure: Exception | None = None
             try:
                 with explain_replacement(self.folder.path, self.env):
@@ -123,24 +132,46 @@ class Supervisor:
                 raise
             except Exception as error:
                 # No exception may leave the run in the state "running".
-                failure, rejected = error, isinstance(error, UserMistake)
-                why = error_text(error)
-                state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
+                failure = error
+                state = replace(
+                    self._state,
+                    status="failed",
+                    reason=error_text(error),
+                    ended=time.time(),
+                    rejected=isinstance(error, UserMistake),
+                )
             try:
                 self._write(state)
             except OSError as error:
                 self.report.note(f"{self.folder.path}/state.json cannot be written: {error.strerror}")
-            notifier.send("requeued" if state.status == "queued" else "ended", state)
-        if shipper is not None and not shipper.drain(self.config.tracking.drain_timeout_s, self._note_upload):
-            self.report.note(
-                f"MLflow at {redact_text(self.tracking_uri or '')} has not received all records (see shipper.log);"
-                f" none are lost: `hpcdist sync {self.folder.name}` ships the rest"
-            )
+            event = "requeued" if state.status == "queued" else "ended"
+            notifier.send(event, state)
+        if shipper is not None:
+            self._drain(shipper)
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
 
+    def _start_shipper(self) -> ShipperProcess | None:
+        if not self.tracking_uri:
+            return None
+        try:
+            return ShipperProcess(self.folder, self.tracking_uri, self.env)
+        except OSError as error:
+            self.report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
+            return None
+
+    def _drain(self, shipper: ShipperProcess) -> None:
+        """Wait until MLflow has all records, for a bounded time."""
+        has_all = shipper.drain(self.config.tracking.drain_timeout_s, self._note_upload)
+        if not has_all:
+            self.report.note(
+                f"MLflow at {redact_text(self.tracking_uri or '')} has not received all records (see shipper.log);"
+                f" none are lost: `hpcdist sync {self.folder.name}` ships the rest"
+            )
+
     def _note_upload(self, text: str) -> None:
+        """Report a long upload, and give back the nodes of a run that has ended: the upload needs none of them."""
         self.report.note(text)
         if self.job is not None and self._state.status in ENDED:
             self.job.release_nodes()
@@ -186,15 +217,21 @@ class Supervisor:
             if late is not None and late.ends_run:
                 attempt.send_request(late)
         self._resources = self.launcher.resources
-        times = AttemptTimes(
+        before = self._attempt_before(attempt)
+        times = records.AttemptTimes(
             supervised=self._began,
             began=time.time(),
-            reached=reached_step(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
+            reached=records.reached_step(before) if before is not None else 0,
             measured=not self.config.trainer.script,
-            time_limit=None if self._allocation is None else self._allocation.end,
+            time_limit=self._allocation.end if self._allocation is not None else None,
         )
         self._times = attempt_times.begin(attempt, self._resources, times)
         return attempt
+
+    def _attempt_before(self, attempt: Attempt) -> Attempt | None:
+        if attempt.number == 1:
+            return None
+        return self.folder.attempt(attempt.number - 1)
 
     def _run_attempt(self, attempt: Attempt) -> Outcome:
         """Start the ranks, watch them until all have ended, and return how they ended."""
@@ -204,16 +241,19 @@ class Supervisor:
             # A launcher that raises has already ended the ranks that it had started.
             ranks = retry.retry(lambda: self.launcher.start(attempt), attempt.path)
         except (HpcdistError, OSError) as error:
-            is_unfit, is_mistake = isinstance(error, PreflightError), isinstance(error, UserMistake)
-            kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
+            kind: Kind = "error"
+            if isinstance(error, PreflightError):
+                kind = "unfit"
+            elif isinstance(error, UserMistake):
+                kind = "rejected"
             return Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
         if self.launcher.resources != self._resources:  # the preflight check has left out some nodes
             self._times = attempt_times.begin(attempt, self.launcher.resources, self._times)
             self._write(replace(self._state, world_size=self.launcher.num_ranks))
         self.report.attempt(attempt, self.launcher.num_ranks)
-        if attempt.number > 1:
-            before = self.folder.attempt(attempt.number - 1)
-            self.report.note(resume_point(self.folder, before, self.config.trainer.script))
+        before = self._attempt_before(attempt)
+        if before is not None:
+            self.report.note(records.resume_point(self.folder, before, self.config.trainer.script))
         try:
             watch = Watch(
                 attempt,
@@ -225,7 +265,7 @@ class Supervisor:
                 check_lease=self.check_lease,
                 nodes=self._nodes,
             )
-            found = watch.until_over()
+            failure = watch.until_over()
             # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
             # Before `close` as well: afterwards srun's last message is about the end of the step.
@@ -235,22 +275,22 @@ class Supervisor:
         outcomes = attempt.outcomes()
         if watch.cancelled:
             return "cancelled"
-        sent_sigterm = watch.stops_script and not found
+        if failure is not None:
+            return failure
         last_step = watch.progress.last_step
-        num_ranks = self.launcher.num_ranks
-        failure = found or first_failure(
+        failure = first_failure(
             exits,
             outcomes,
             last_step,
             ranks.host_of,
-            sent_sigterm=sent_sigterm,
-            num_ranks=num_ranks,
+            sent_sigterm=watch.stops_script,
+            num_ranks=self.launcher.num_ranks,
             memory_limits=ranks.memory_limits,
             unstarted=unstarted,
         )
         if failure is not None:
             return failure
-        if sent_sigterm:
+        if watch.stops_script:
             return "stopped"
         reported = outcomes.get(0, {}).get("outcome")
         if reported is None:
@@ -259,6 +299,7 @@ class Supervisor:
         return "stopped" if reported == "stopped" else "finished"
 
     def _with_role(self, outcome: Outcome) -> Outcome:
+        """Return the outcome; a failure with the role of its rank, in runs with roles."""
         if not isinstance(outcome, Failure) or not self.config.roles:
             return outcome
         roles = Roles.of(self.config.roles, self.launcher.num_ranks)
@@ -297,8 +338,11 @@ class Supervisor:
 
     def _failed_before(self, attempt: Attempt) -> str:
         """Return the reason of the attempt before, which an earlier start of the job may have recorded."""
-        before = read_times(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else None
-        return before.reason if before is not None and before.failed else ""
+        before = self._attempt_before(attempt)
+        times = records.read_times(before) if before is not None else None
+        if times is None or not times.failed:
+            return ""
+        return times.reason
 
     def _settle_request(self, attempt: Attempt, outcome: Outcome) -> None:
         """Ask Slurm whether it ends the job, and write the request to stop into the folder of the ended attempt.
@@ -320,16 +364,21 @@ class Supervisor:
             return ""
         if request is not None and not request.ends_run:
             return "more nodes are available"
-        how = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
-        return how if request is not None else f"{how} (the ranks received a stop signal)"
+        how = records.how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+        if request is None:
+            return f"{how} (the ranks received a stop signal)"
+        return how
 
     def _log_of(self, attempt: Attempt, failure: Failure) -> Path:
         """Return the file that explains a failure."""
         if failure.kind == "unfit":
             return attempt.preflight_text
-        log, srun_log = attempt.log(failure.rank), attempt.path / "srun.log"  # the second one on Slurm only
-        has_own = bool(failure.host) and log.exists() and log.stat().st_size > 0
-        return srun_log if failure.kind == "not_started" and srun_log.exists() and not has_own else log
+        rank_log = attempt.log(failure.rank)
+        srun_log = attempt.path / "srun.log"  # on Slurm only
+        has_output = bool(failure.host) and rank_log.exists() and rank_log.stat().st_size > 0
+        if failure.kind == "not_started" and srun_log.exists() and not has_output:
+            return srun_log
+        return rank_log
 
     def _check_nodes(self, attempt: Attempt, failure: Failure) -> NodeFindings:
         """Judge the nodes after a failure, and choose others if they can be replaced within the job."""
@@ -372,25 +421,27 @@ class Supervisor:
 
     def _request_of(self, attempt: Attempt) -> StopRequest | None:
         """Return the request to stop the ranks of an attempt: from its file, a signal to this process, or its job."""
-        found = attempt.read_request()
-        if found is not None and found.ends_run:
-            return found
-        return self._own_request() or found
+        request = attempt.read_request()
+        if request is not None and request.ends_run:
+            return request
+        return self._own_request() or request
 
     def _stop_cause(self, attempt: Attempt) -> StopCause | None:
         request = self._request_of(attempt)
         return request.cause if request is not None else None
 
     def _own_request(self) -> StopRequest | None:
+        """Return the request that a signal to this process or the end of its job makes."""
         return self._signals.request() or self._job_request
 
     def _write_request(self, attempt: Attempt) -> None:
-        asked = self._own_request()
+        """Write this process's request to the attempt's folder, unless a request there ends the run already."""
+        request = self._own_request()
         try:
-            found = attempt.read_request()
-            if asked is not None and not (found is not None and found.ends_run):
-                attempt.send_request(asked)
+            written = attempt.read_request()
+            is_final = written is not None and written.ends_run
+            if request is not None and not is_final:
+                attempt.send_request(request)
         except OSError as error:
-            self.report.note(
-                f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
-            )
+            action = request.action if request is not None else "stop"
+            self.report.note(f"the request to {action} cannot be written to {attempt.path}: {error}")

@@ -3,7 +3,7 @@
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from hpcdist.supervisor.restart_policy import Failure, not_started
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+#: Interval of looks at the ranks, the requests and the heartbeats.
 POLL_S = 0.2
 #: Interval of retries to write a request.
 REWRITE_S = 1.0
@@ -81,36 +82,60 @@ class Watch:
             self._handle_requests(now)
             if self.cancelled:
                 return None
-            if (lost := self.nodes.detect_lost()) is not None:
-                rank, node = lost
-                error = "was lost: its node does not answer"
-                return Failure(kind="lost", rank=rank, host=node, step=self.progress.last_step(rank), error=error)
+            lost = self._lost_rank()
+            if lost is not None:
+                return lost
             # The ranks of a script that has got SIGTERM may save, and end, one after the other.
-            failed = any(self.ranks.exits.values()) and not self.stops_script
-            if failed:
+            has_failed = any(self.ranks.exits.values()) and not self.stops_script
+            if has_failed:
                 self._kill_by(now + PEER_GRACE_S)
-            if self._kill_at is not None and now >= self._kill_at:
-                if failed:
-                    return None
-                error = f"did not save and exit within launch.stop_grace_s={self.config.launch.stop_grace_s:g} s"
-                error += ", or before the end of the allocation" if self.allocation is not None else ""
-                return self._hang_failure(self.ranks.remaining[0], error, self._examine(collect))
-            if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
-                return failure
+            if self._kill_at is None:
+                failure = self._late(now) or self._hung(now)
+                if failure is not None:
+                    return failure
+            elif now >= self._kill_at:
+                return None if has_failed else self._stop_failure()
             self.progress.show()
             self._note_delay(now + self._examined_s, time.monotonic())
             self._examined_s = 0.0
-        if not any(self.ranks.exits.values()) or len(absent := self.ranks.absent()) < len(self.ranks.exits):
+        return self._nothing_started()
+
+    def _lost_rank(self) -> Failure | None:
+        lost = self.nodes.detect_lost()
+        if lost is None:
             return None
-        return not_started(absent, len(absent), f"at all: {self.ranks.last_message(absent[0])}", self.ranks.host_of)
+        rank, node = lost
+        error = "was lost: its node does not answer"
+        return Failure(kind="lost", rank=rank, host=node, step=self.progress.last_step(rank), error=error)
+
+    def _stop_failure(self) -> Failure:
+        """Return the failure of ranks that did not end after a request to stop."""
+        error = f"did not save and exit within launch.stop_grace_s={self.config.launch.stop_grace_s:g} s"
+        if self.allocation is not None:
+            error += ", or before the end of the allocation"
+        rank = self.ranks.remaining[0]
+        return self._hang_failure(rank, error, self._examine(collect))
+
+    def _nothing_started(self) -> Failure | None:
+        """Return the failure of an attempt that has ended before any rank was started; otherwise None."""
+        if not any(self.ranks.exits.values()):
+            return None
+        absent = self.ranks.absent()
+        if len(absent) < len(self.ranks.exits):
+            return None
+        why = f"at all: {self.ranks.last_message(absent[0])}"
+        return not_started(absent, len(absent), why, self.ranks.host_of)
 
     def _late(self, now: float) -> Failure | None:
+        """Return the failure of ranks that did not start within the time limit; None if all have started."""
         limit_s = self.config.launch.init_timeout_s
         if self._all_started or now < self.progress.unavailable_until + limit_s:
             return None
         absent = self.ranks.absent()
-        self._all_started = not absent
-        why = f"within launch.init_timeout_s={limit_s:g} s: {self.ranks.last_message(absent[0])}" if absent else ""
+        if not absent:
+            self._all_started = True
+            return None
+        why = f"within launch.init_timeout_s={limit_s:g} s: {self.ranks.last_message(absent[0])}"
         num_ranks = len(self.ranks.remaining) + len(self.ranks.exits)
         return not_started(absent, num_ranks, why, self.ranks.host_of)
 
@@ -129,33 +154,46 @@ class Watch:
         rank = self.progress.find_hung(now)
         if rank is None:
             return None
-        busy = busy_ranks(self._activities, self._examine(read_activities) or {}) if self._activities else set()
+        busy: set[int] = set()
+        if self._activities:
+            busy = busy_ranks(self._activities, self._examine(read_activities) or {})
         busy &= self.progress.overdue(now)
-        is_ended = launch.hang_timeout_s is not None or not self.config.trainer.script
-        # The signal for the stacks may surprise a script, which is spared it if it computes and is not to be ended.
-        found = self._examine(collect) if is_ended or not busy else None
-        if found is not None:
-            busy -= {rank for rank, pending_s in found.pending_s.items() if pending_s > launch.hang_s / 2}
-        where = f"(stack traces of all ranks are in {self.attempt.path})"
-        if is_ended and not busy:
-            error = f"made no progress for launch.hang_timeout_s={launch.hang_s:g} s {where}"
-            return self._hang_failure(rank, error, found)
-        if found is not None:
+        may_end = launch.hang_timeout_s is not None or not self.config.trainer.script
+        summary: Summary | None = None
+        # The signal for the stacks may surprise a script, so a script that computes and may not be ended gets none.
+        if may_end or not busy:
+            summary = self._examine(collect)
+        if summary is not None:
+            busy -= {rank for rank, pending_s in summary.pending_s.items() if pending_s > launch.hang_s / 2}
+        if may_end and not busy:
+            error = f"made no progress for launch.hang_timeout_s={launch.hang_s:g} s {self._where_stacks_are}"
+            return self._hang_failure(rank, error, summary)
+        self._note_silence(busy, summary)
+        return None
+
+    @property
+    def _where_stacks_are(self) -> str:
+        return f"(stack traces of all ranks are in {self.attempt.path})"
+
+    def _note_silence(self, busy: Collection[int], summary: Summary | None) -> None:
+        """Report that ranks make no progress and are not ended: some are busy, or a script may take its time."""
+        hang_s = self.config.launch.hang_s
+        if summary is not None:
             with suppress(OSError):  # `stacks_summary` would explain a later failure
                 self.attempt.stacks_summary.replace(self.attempt.silence)
         if busy:
             self.progress.postpone(time.monotonic())
             used = f"{ranks_text(busy)} used CPU or GPU meanwhile: the run continues"
-            self.report.note(f"no sign of progress for {launch.hang_s:g} s, but {used}")
-        else:
-            self._warned = True
-            self.report.note(
-                f"the script may hang: no output for {launch.hang_s:g} s, and "
-                + ("no rank computes" if self._activities else "the CPU time of the ranks is unknown")
-                + (f"; {found.sentence} {where}" if found is not None else "")
-                + "; it is not ended, since launch.hang_timeout_s is not set"
-            )
-        return None
+            self.report.note(f"no sign of progress for {hang_s:g} s, but {used}")
+            return
+        self._warned = True
+        evidence = "no rank computes" if self._activities else "the CPU time of the ranks is unknown"
+        if summary is not None:
+            evidence += f"; {summary.sentence} {self._where_stacks_are}"
+        self.report.note(
+            f"the script may hang: no output for {hang_s:g} s, and {evidence};"
+            " it is not ended, since launch.hang_timeout_s is not set"
+        )
 
     def _note_delay(self, began: float, now: float) -> None:
         """Record a poll that has waited for the file system, because the ranks had to wait as well."""
@@ -179,24 +217,36 @@ class Watch:
             self.report.note(f"stopping: {how} ({request.sentence})")
 
     def _request(self, now: float) -> StopRequest | None:
-        """Return the request to the attempt: from its folder, from a signal, or because the allocation ends soon."""
-        found = self._read_request(now)
-        asked = self.signal_request()
-        if asked is None and self.allocation is not None and time.time() >= self.allocation.stop_at:
-            asked = StopRequest(cause="time_limit")
-        if asked is None and found is None and (nodes := self.nodes.detect_returned()):
-            asked = StopRequest(cause="growth", by=nodes)
-        ends = found is not None and found.ends_run
-        if asked is None or (found is not None and ends and (asked.action == "stop" or found.action == "cancel")):
-            return found
+        """Return the request to the attempt: from its folder, from this process, or because more nodes are available.
+
+        A request that is not in the folder yet is written to it.
+        """
+        written = self._read_request(now)
+        request = self._own_request()
+        if request is None and written is None:
+            nodes = self.nodes.detect_returned()
+            if nodes:
+                request = StopRequest(cause="growth", by=nodes)
+        if request is None:
+            return written
+        if written is not None and written.ends_run and (request.action == "stop" or written.action == "cancel"):
+            return written
         if now >= self._write_at:
             self._write_at = now + REWRITE_S
-            self._write_request(asked, now)
-        return asked
+            self._write_request(request, now)
+        return request
+
+    def _own_request(self) -> StopRequest | None:
+        """Return the request of a signal to this process, or of an allocation that ends soon."""
+        request = self.signal_request()
+        if request is None and self.allocation is not None and time.time() >= self.allocation.stop_at:
+            return StopRequest(cause="time_limit")
+        return request
 
     def _read_request(self, now: float) -> StopRequest | None:
+        """Return the request in the attempt's folder; None without one, or while the folder is unavailable."""
         try:
-            found = self.attempt.read_request(within_s=0)
+            request = self.attempt.read_request(within_s=0)
         except OSError as error:
             if self._unavailable_since is None:
                 self._unavailable_since = now
@@ -206,15 +256,17 @@ class Watch:
         if self._unavailable_since is not None:
             log.warning("%s is available again after %.1f s", self.attempt.path, now - self._unavailable_since)
             self._unavailable_since = None
-        return found
+        return request
 
-    def _write_request(self, asked: StopRequest, now: float) -> None:
+    def _write_request(self, request: StopRequest, now: float) -> None:
+        """Write a request to the attempt's folder. The ranks get SIGTERM if it cannot be written for some time."""
         try:
-            self.attempt.send_request(asked, within_s=0)
+            self.attempt.send_request(request, within_s=0)
         except OSError as error:
-            self._unwritten_since = now if self._unwritten_since is None else self._unwritten_since
-            late = now - self._unwritten_since >= SIGNAL_AFTER_S
-            if late and asked.action == "stop" and not self._sent_sigterm:
+            if self._unwritten_since is None:
+                self._unwritten_since = now
+            is_late = now - self._unwritten_since >= SIGNAL_AFTER_S
+            if is_late and request.action == "stop" and not self._sent_sigterm:
                 self.report.note(f"{self.attempt.request}: {error.strerror}; sending SIGTERM to the ranks")
                 self._send_sigterm()
 
@@ -224,14 +276,17 @@ class Watch:
             self.ranks.signal(signal.SIGTERM)
 
     def _grace_s(self) -> float:
+        """Return the time for ranks to save and exit, which the end of the allocation limits."""
         grace_s = self.config.launch.stop_grace_s
         if self.allocation is None:
             return grace_s
         left_s = max(0.0, self.allocation.end - time.time())
         return min(grace_s, max(left_s - REST_S, left_s / 2))
 
-    def _kill_by(self, then: float) -> None:
-        self._kill_at = then if self._kill_at is None else min(self._kill_at, then)
+    def _kill_by(self, until: float) -> None:
+        """End the ranks at a time on the monotonic clock, or at the earlier one that was set before."""
+        if self._kill_at is None or until < self._kill_at:
+            self._kill_at = until
 
     @property
     def stops_script(self) -> bool:
@@ -239,6 +294,7 @@ class Watch:
         return self.stop_requested and bool(self.config.trainer.script)
 
     def _examine(self, examination: Callable[..., T]) -> T | None:
+        """Return the result of `collect` or `read_activities`; None if there is too little time for it, or it fails."""
         left_s = STACKS_S
         if self.allocation is not None:
             left_s = min(left_s, self.allocation.end - time.time() - REST_S)
@@ -247,23 +303,23 @@ class Watch:
         began = time.monotonic()
         try:
             return examination(self.attempt, self.ranks, limit_s=left_s, interrupted=self._is_cancelled)
-        except OSError as unread:
-            log.warning("%s: %s; the ranks cannot be examined", unread.filename, unread.strerror)
+        except OSError as error:
+            log.warning("%s: %s; the ranks cannot be examined", error.filename, error.strerror)
             return None
         finally:
             self._examined_s += time.monotonic() - began
 
-    def _hang_failure(self, rank: int, error: str, found: Summary | None) -> Failure:
+    def _hang_failure(self, rank: int, error: str, summary: Summary | None) -> Failure:
         """Return the failure of hung ranks; `rank` is the culprit, unless the stack traces show another one."""
-        if found is not None and len(found.suspects) == 1:
-            (rank,) = found.suspects
+        if summary is not None and len(summary.suspects) == 1:
+            (rank,) = summary.suspects
         return Failure(
             kind="hung",
             rank=rank,
             host=self.ranks.host_of(rank),
             step=self.progress.last_step(rank),
             error=error,
-            detail=found.sentence if found is not None else "",
+            detail=summary.sentence if summary is not None else "",
         )
 
     def _is_cancelled(self) -> bool:
