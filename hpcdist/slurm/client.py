@@ -32,27 +32,38 @@ QUERY_TIMEOUT_S = 15.0
 #: Time limit of commands inside a job, and of sbatch: Slurm's commands retry for up to a minute by themselves while the
 #: controller restarts.
 JOB_TIMEOUT_S = 60.0
-#: How long a job repeats a query that it cannot go on without.
+#: Time for which a job repeats a query that it needs.
 JOB_RETRY_S = 300.0
-
+#: Pause between two tries of a command, and between two looks at the running steps. Slurm has no notification for the
+#: end of a step.
+_POLL_S = 0.2
 
 #: The last error of Slurm's commands without slurm.conf, after those of their search for a controller by DNS.
 _NO_CONFIG = "Could not establish a configuration source"
-#: What is shown instead.
+#: The message in place of this error.
 NO_CONFIG = "Slurm's commands find no slurm.conf on this machine, nor a controller by DNS: use a login node"
 
-#: Variables by which a user's shell changes what Slurm's commands print.
-_OF_USERS = ("SACCT_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SQUEUE_")
+#: Beginnings of the names of variables by which a user's shell changes what Slurm's commands print.
+_USER_SETTINGS = ("SACCT_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SQUEUE_")
+#: Limit of an unexpected output in an error message.
+_SHOWN_CHARS = 100
 
 
 def command_env(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of Slurm's commands, whose output does not depend on the user's settings."""
-    known = {name: value for name, value in env.items() if not name.startswith(_OF_USERS)}
-    return {**known, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+    without_settings = {name: value for name, value in env.items() if not name.startswith(_USER_SETTINGS)}
+    return {**without_settings, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
 def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0, cwd: Path | None = None) -> str:
-    """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know."""
+    """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know.
+
+    Raises SlurmError.
+
+    Args:
+        timeout_s: time limit of one try.
+        retry_s: time in which a failed command is repeated.
+    """
     until = time.monotonic() + retry_s
     while True:
         try:
@@ -60,7 +71,7 @@ def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0,
         except SlurmError as error:
             if not error.installed or time.monotonic() > until:
                 raise
-        time.sleep(0.2)
+        time.sleep(_POLL_S)
 
 
 def _run_once(
@@ -89,22 +100,28 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     The controller forgets a job a few minutes after its end. Accounting, if the cluster has it, knows older ones, and
     for `history` also memory and steps.
     """
-    controller_error = current = past = None
+    controller_error: SlurmError | None = None
+    current: JobInfo | None = None
     try:
         current = output.parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
     except SlurmError as error:
         controller_error = error
     if current is not None and not history:
         return current
+    past: JobInfo | None = None
     with suppress(SlurmError):  # a cluster without accounting: only the controller's answer counts
         text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={output.SACCT_FIELDS}")
         past = output.parse_sacct(text, job_id)
+    if current is not None and past is not None:
+        return replace(current, step_states=past.step_states)
     if current is not None:
-        return current if past is None else replace(current, step_states=past.step_states)
-    if past is None and controller_error is not None:
+        return current
+    if controller_error is None and past is not None and past.alive:
+        # A job that the controller does not know has ended, even if accounting has not received its end.
+        return None
+    if controller_error is not None and past is None:
         raise controller_error
-    # A job that the controller does not know has ended, even if accounting has not received its end.
-    return None if past is None or (controller_error is None and past.alive) else past
+    return past
 
 
 def accounted_starts(job_id: str) -> list[AccountedStart]:
@@ -119,7 +136,7 @@ def numeric_id(job_id: str) -> str:
         return job_id
     text = run("squeue", "--noheader", "--format=%A", f"--jobs={job_id}").strip()
     if not text.isdecimal():
-        raise SlurmError(f"squeue reports no number of job {job_id}: {text[:100]!r}")
+        raise SlurmError(f"squeue reports no number of job {job_id}: {text[:_SHOWN_CHARS]!r}")
     return text
 
 
@@ -128,7 +145,12 @@ def query_jobs(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     if not job_ids:
         return {}
     text = run("squeue", "-h", "-r", "--states=all", f"--format={output.SQUEUE_FIELDS}", f"--jobs={','.join(job_ids)}")
-    return {job: info for job in job_ids if (info := output.parse_squeue(text, job)) is not None}
+    jobs = {}
+    for job_id in job_ids:
+        info = output.parse_squeue(text, job_id)
+        if info is not None:
+            jobs[job_id] = info
+    return jobs
 
 
 def job_record(job_id: str, *, retry_s: float = 0.0) -> dict[str, str]:
@@ -139,8 +161,9 @@ def job_record(job_id: str, *, retry_s: float = 0.0) -> dict[str, str]:
 
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
     """Cancel a job, a running one only without `pending_only`. A job that has ended is not changed."""
+    options = ["--state=PENDING"] if pending_only else []
     try:
-        run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)
+        run("scancel", *options, job_id)
     except SlurmError:
         # Only the answer may have been lost.
         job = query_job(job_id)
@@ -155,6 +178,7 @@ def jobs_named(name: str, *, retry_s: float) -> list[str]:
 
 
 def requeue_job(job_id: str) -> None:
+    """Return a running job to the queue; a pending one is not changed. Raises SlurmError if Slurm refuses."""
     try:
         run("scontrol", "requeue", job_id, timeout_s=JOB_TIMEOUT_S)
     except SlurmError as error:
@@ -164,10 +188,12 @@ def requeue_job(job_id: str) -> None:
 
 
 def settings() -> dict[str, str]:
+    """Return the settings of the cluster, by their names in slurm.conf."""
     return output.parse_settings(run("scontrol", "show", "config"))
 
 
 def cluster_name() -> str:
+    """Return the name of the cluster; empty if Slurm does not say."""
     return settings().get("ClusterName", "")
 
 
@@ -188,7 +214,12 @@ def reservation_times(name: str) -> tuple[float | None, float | None]:
 
 
 def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeState]:
-    chosen = [f"--partition={partition}"] * bool(partition) + [f"--nodes={','.join(names)}"] * bool(names)
+    """Return the states of the nodes of a partition, of the nodes with some names, or of all nodes."""
+    chosen = []
+    if partition:
+        chosen.append(f"--partition={partition}")
+    if names:
+        chosen.append(f"--nodes={','.join(names)}")
     return output.parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={output.NODE_FORMAT}"))
 
 
@@ -201,11 +232,15 @@ def failed_nodes(names: Sequence[str], since: float) -> list[str]:
 
 
 def user_accounts(user: str, *, cluster: str = "") -> list[str]:
-    chosen = [f"user={user}"] + [f"cluster={cluster}"] * bool(cluster)
+    """Return the accounts of a user, on one cluster or on all of them. Raises SlurmError without accounting."""
+    chosen = [f"user={user}"]
+    if cluster:
+        chosen.append(f"cluster={cluster}")
     return sorted(set(_sacctmgr("show", "assoc", *chosen, "format=account")))
 
 
 def qos_names() -> list[str]:
+    """Return the names of all QOS. Raises SlurmError without accounting."""
     return sorted(set(_sacctmgr("show", "qos", "format=name")))
 
 
@@ -226,7 +261,7 @@ def estimate_start(script: str) -> str:
         raise
     # Slurm gives the id to no job, and the time in seconds; see `command_env`.
     text = re.sub(r"\bJob \d+ to start", "the job would start", text)
-    return re.sub(r"(?<=would start at )\d+\b(?!-)", lambda found: _local_time(int(found[0])), text)
+    return re.sub(r"(?<=would start at )\d+\b(?!-)", lambda match: _local_time(int(match[0])), text)
 
 
 def _local_time(seconds: int) -> str:
@@ -234,10 +269,15 @@ def _local_time(seconds: int) -> str:
 
 
 def srun_option_error(name: str, value: str | bool) -> str | None:
-    """Return the reason why srun cannot parse an option; None if it can, or cannot be run."""
+    """Return the reason why srun cannot parse an option; None if it can, or cannot be run.
+
+    Args:
+        value: True for an option without a value.
+    """
+    option = f"--{name}" if value is True else f"--{name}={value}"
     try:
         # --help ends the program after the options before it are parsed; it does not contact the controller.
-        run("srun", f"--{name}" if value is True else f"--{name}={value}", "--help")
+        run("srun", option, "--help")
     except SlurmError as error:
         if error.stderr and not error.timed_out and _NO_CONFIG not in error.stderr:
             lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
@@ -269,14 +309,17 @@ class JobSnapshot:
 
 
 def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
-    """Query a job; see `client.query_job`. A job of the same id with another name is not taken for it."""
+    """Query a job; see `query_job`. A job with the same id but another name is another job, and is ignored."""
     try:
         info = query_job(job.id, history=history)
         if info is not None and (not job.name or info.name == job.name):
             return JobSnapshot(info=info)
-        if job.cluster and (here := cluster_name()) != job.cluster:
-            return JobSnapshot(error=f"job {job.id} is on cluster {job.cluster}, this is {here}")
-        return JobSnapshot()
+        if not job.cluster:
+            return JobSnapshot()
+        this_cluster = cluster_name()
+        if this_cluster == job.cluster:
+            return JobSnapshot()
+        return JobSnapshot(error=f"job {job.id} is on cluster {job.cluster}, this is {this_cluster}")
     except SlurmError as error:
         return JobSnapshot(error=str(error), installed=error.installed)
 
@@ -285,6 +328,9 @@ def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
 
 #: States of a job whose batch step keeps running.
 _BATCH_STEP_CONTINUES = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
+#: States of a node (`sinfo`'s long names) that a requeued job may get at once, and that it may get later.
+_IDLE = ("idle",)
+_IN_USE = ("mixed", "allocated", "completing")
 
 
 def job_id_of(env: Mapping[str, str]) -> str:
@@ -299,6 +345,8 @@ def job_id_of(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentJob:
+    """The job that this process runs in, as the controller knew it at the time of `from_env`."""
+
     id: str
     restart_count: int
     end_time: float | None  #: seconds since the epoch; None without a time limit
@@ -342,7 +390,11 @@ class CurrentJob:
         return state is not None and state not in _BATCH_STEP_CONTINUES
 
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
-        """Requeue the job, without some nodes. SIGTERM is ignored from now on, so that the state gets written."""
+        """Requeue the job, and ask Slurm to start it without the nodes `exclude`.
+
+        This process ignores SIGTERM from now on, so that it can still write the state of the run. Raises SlurmError if
+        Slurm refuses the requeue.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scontrol inherits it
         try:
             requeue_job(self.id)
@@ -366,25 +418,28 @@ class CurrentJob:
             return
         command = ("scontrol", "update", f"JobId={self.id}", f"NodeList={own}")
         try:
-            # It writes scripts with the variables of the smaller job, which nobody needs.
+            # scontrol writes scripts with the variables of the smaller job to its folder. They are not used.
             with tempfile.TemporaryDirectory() as folder:
                 run(*command, timeout_s=JOB_TIMEOUT_S, cwd=Path(folder))
         except (SlurmError, OSError) as error:
             log.warning("the other nodes stay with the job until its end: %s", error)
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
-        """Return whether the partition has enough nodes with the job's hardware without some of them."""
-        usable = ("idle",) if idle_only else ("idle", "mixed", "allocated", "completing")
+        """Return whether the partition has enough nodes with the job's hardware if the job does not get `nodes`.
+
+        Args:
+            idle_only: count idle nodes and the job's own nodes only, not those that other jobs use now.
+        """
+        usable = _IDLE if idle_only else (*_IDLE, *_IN_USE)
+        excluded = {*nodes, *self.excluded}
         states = node_states(partition=self.partition)
         hardware = {node.hardware for node in states if node.name in self.nodes}
-        candidates = [
-            node.name
-            for node in states
-            if (node.name in self.nodes or node.state in usable)
-            and node.hardware in hardware
-            and node.name not in (*nodes, *self.excluded)
-        ]
-        return len(candidates) >= len(self.nodes)
+        num_candidates = 0
+        for node in states:
+            is_available = node.name in self.nodes or node.state in usable
+            if is_available and node.hardware in hardware and node.name not in excluded:
+                num_candidates += 1
+        return num_candidates >= len(self.nodes)
 
 
 def _restart_count(record: Mapping[str, str]) -> int:
@@ -400,7 +455,11 @@ def running_steps(*, retry_s: float = 0.0) -> dict[str, str]:
     """Return the steps of the current job that have not ended: names by step id."""
     command = ("squeue", "--steps", f"--jobs={job_id_of(os.environ)}", "--noheader", "--format=%i %j")
     text = run(*command, timeout_s=JOB_TIMEOUT_S, retry_s=retry_s)
-    return dict(line.strip().partition(" ")[::2] for line in text.splitlines())
+    steps = {}
+    for line in text.splitlines():
+        step_id, _, name = line.strip().partition(" ")
+        steps[step_id] = name
+    return steps
 
 
 def signal_named_steps(step_name: str, signal_name: str) -> bool:
@@ -431,6 +490,8 @@ def signal_steps(step_ids: Sequence[str], signal_name: str) -> None:
 END_S = 10.0
 #: Processes that wait for a device or a file system take longer. Slurm's UnkillableStepTimeout is 60 s as well.
 UNKILLABLE_S = 60.0
+#: Interval in which steps that have not ended are killed again.
+_KILL_EVERY_S = 2.0
 
 
 class UnkillableSteps(NamedTuple):
@@ -456,8 +517,12 @@ def end_orphaned_steps(
     if not steps:
         return None
     step_id, name = next(iter(steps.items()))
-    why = f"ranks on {', '.join(nodes)} may survive SIGKILL" if nodes else "although none of its ranks is left"
-    return UnkillableSteps(f"step {step_id} ({name}) does not end{':' if nodes else ','} {why}", nodes)
+    reason = f"step {step_id} ({name}) does not end"
+    if nodes:
+        reason += f": ranks on {', '.join(nodes)} may survive SIGKILL"
+    else:
+        reason += ", although none of its ranks is left"
+    return UnkillableSteps(reason, nodes)
 
 
 def _end(names: tuple[str, ...], limit_s: float, abandoned: Collection[str]) -> dict[str, str]:
@@ -472,5 +537,5 @@ def _end(names: tuple[str, ...], limit_s: float, abandoned: Collection[str]) -> 
             return steps
         if now >= kill_at:
             signal_steps(sorted(steps), "KILL")
-            kill_at = now + 2.0
-        time.sleep(0.2)  # Slurm has no notification for the end of a step
+            kill_at = now + _KILL_EVERY_S
+        time.sleep(_POLL_S)

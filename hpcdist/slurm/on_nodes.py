@@ -42,6 +42,8 @@ class JobNodes:
 
 
 class Answers(NamedTuple):
+    """The answers of nodes to a command, and how the step ended."""
+
     by_node: Mapping[str, dict[str, Any]]
     started: set[str]  #: nodes that have announced the command or answered it
     errors: str  #: error output of srun
@@ -54,14 +56,28 @@ class Answers(NamedTuple):
 
 def srun_words(flags: Mapping[str, Any]) -> list[str]:
     """Return the words of options: True is an option without a value, None leaves it out."""
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None]
+    words = []
+    for name, value in flags.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
 
 
 def task_words(nodes: Sequence[str], command: Sequence[str], name: str, flags: Mapping[str, Any]) -> list[str]:
-    """Return the words behind `srun` for one task on each node beside other steps."""
+    """Return the words behind `srun` for one task on each node beside other steps; `flags` take precedence."""
     count = len(nodes)
-    own = {"job-name": name, "overlap": True, "nodes": count, "ntasks": count, "ntasks-per-node": 1}
-    return [*srun_words({**own, "cpus-per-task": 1, "input": "none", **flags}), *command]
+    defaults = {
+        "job-name": name,
+        "overlap": True,
+        "nodes": count,
+        "ntasks": count,
+        "ntasks-per-node": 1,
+        "cpus-per-task": 1,
+        "input": "none",
+    }
+    return [*srun_words({**defaults, **flags}), *command]
 
 
 def nodes_command(nodes: JobNodes, command: Sequence[str]) -> list[str]:
@@ -84,6 +100,7 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
 
 
 def print_answer(answer: Mapping[str, Any]) -> None:
+    """Print this node's answer for `ask`."""
     sys.stdout.write("".join(f"{line}\n" for line in answer_lines(node_name(), answer)))
     sys.stdout.flush()
 
@@ -106,11 +123,22 @@ def ask(
     An impatient caller runs an announced command: `limit_s` begins with the last start on a node, and nodes without a
     start are given up after PATIENCE_S.
     """
-    is_enough = None if patient else _Enough(nodes, limit_s)
-    done = run_within(step, limit_s if patient else math.inf, env=env, is_enough=is_enough)
-    found = {node: answer for node, answer in read_answers(done.stdout).items() if node in nodes}
-    by_node = {node: answer for node, answer in found.items() if answer is not None}
-    return Answers(by_node, set(found), done.stderr, done.returncode < 0)
+    if patient:
+        done = run_within(step, limit_s, env=env)
+    else:
+        done = run_within(step, math.inf, env=env, is_enough=_Enough(nodes, limit_s))
+    answers = _answers_of(nodes, done.stdout)
+    return Answers(
+        by_node={node: answer for node, answer in answers.items() if answer is not None},
+        started=set(answers),
+        errors=done.stderr,
+        was_killed=done.returncode < 0,
+    )
+
+
+def _answers_of(nodes: Collection[str], text: str) -> dict[str, dict[str, Any] | None]:
+    """Return what `read_answers` does, for some nodes only."""
+    return {node: answer for node, answer in read_answers(text).items() if node in nodes}
 
 
 def read_answers(text: str) -> dict[str, dict[str, Any] | None]:
@@ -118,15 +146,17 @@ def read_answers(text: str) -> dict[str, dict[str, Any] | None]:
     pieces: dict[str, dict[int, str]] = {}
     answers: dict[str, dict[str, Any] | None] = {}
     for line in text.splitlines():
-        if (found := _LINE.search(line)) is None:
+        match = _LINE.search(line)
+        if match is None:
             continue
-        node, number, total, piece = found.groups()
+        node, number, total, piece = match.groups()
         answers.setdefault(node, None)
         if number is None:
             continue
         received = pieces.setdefault(node, {})
         received[int(number)] = piece
-        if len(received) == int(total) == max(received) + 1:
+        is_complete = len(received) == int(total) and max(received) == int(total) - 1
+        if is_complete:
             del pieces[node]
             with suppress(ValueError):
                 answers[node] = parse_object("".join(received[index] for index in sorted(received)))
@@ -139,7 +169,7 @@ def lines_of_task(text: str, task: int) -> str:
 
 
 class _Enough:
-    """Decides whether no more answers are expected."""
+    """Decides by the output so far whether no more answers are expected; see `ask`."""
 
     def __init__(self, nodes: Collection[str], limit_s: float) -> None:
         self._nodes = {*nodes}
@@ -149,11 +179,13 @@ class _Enough:
 
     def __call__(self, output: str) -> bool:
         now = time.monotonic()
-        found = {node: answer for node, answer in read_answers(output).items() if node in self._nodes}
-        started = found.keys()
-        if len(started) != self._num_started:
-            self._num_started, self._changed = len(started), now
-        if not started:
+        answers = _answers_of(self._nodes, output)
+        if len(answers) != self._num_started:
+            self._num_started = len(answers)
+            self._changed = now
+        if not answers:
             return now - self._began > FIRST_ANSWER_S
-        over = None not in found.values() or now - self._changed > self._limit_s
-        return over and (started == self._nodes or now - self._changed > PATIENCE_S)
+        unchanged_s = now - self._changed
+        started_have_answered = None not in answers.values() or unchanged_s > self._limit_s
+        no_more_start = answers.keys() == self._nodes or unchanged_s > PATIENCE_S
+        return started_have_answered and no_more_start

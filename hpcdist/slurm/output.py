@@ -9,7 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 from hpcdist.config.slurm_notation import minutes_of
-from hpcdist.errors import HpcdistError, shown
+from hpcdist.errors import HpcdistError, plural, shown
+
+#: The beginning of a job's record, whose name may contain anything. The key after it is the same in all releases.
+_JOB_RECORD = re.compile(r"(?P<before>JobId=.*?)JobName=(?P<name>.*?) (?P<after>UserId=\S+\([0-9]+\) .*)")
 
 
 def parse_record(line: str) -> dict[str, str]:
@@ -17,14 +20,18 @@ def parse_record(line: str) -> dict[str, str]:
 
     A job's name, and the free text at the end of a record, may contain such words: the first value of a key counts.
     """
-    before, name, after = line, {}, ""
-    # The name of a job may contain anything; the key after it is the same in all releases.
-    if match := re.match(r"(JobId=.*?)JobName=(.*?) (UserId=\S+\([0-9]+\) .*)", line):
-        before, after = match[1], match[3]
-        name = {"JobName": match[2]}
-    text, _, command = f"{before}{after}".partition(" Command=")
-    words = [*text.split(), *(f"Command={word}" for word in command.split()[:1])]
-    return dict(word.split("=", 1) for word in reversed(words) if "=" in word) | name
+    name = {}
+    match = _JOB_RECORD.match(line)
+    if match:
+        line = match["before"] + match["after"]
+        name = {"JobName": match["name"]}
+    text, _, command = line.partition(" Command=")
+    words = text.split()
+    # Only the first word: the free text follows the command.
+    words += [f"Command={word}" for word in command.split()[:1]]
+    # In reverse order, so that the first value of a key is the one that stays.
+    pairs = [word.split("=", 1) for word in reversed(words) if "=" in word]
+    return dict(pairs) | name
 
 
 class SlurmError(HpcdistError):
@@ -37,7 +44,8 @@ class SlurmError(HpcdistError):
         self.stderr = stderr
 
 
-#: What Slurm prints in place of a time, and of a time limit.
+#: What Slurm prints in place of a value, of a time, and of a time limit.
+_NO_TEXT = ("(null)", "None", "None assigned", "N/A", "Unknown")
 _NO_TIME = ("", "0", "(null)", "None", "N/A", "NONE", "Unknown")
 _NO_LIMIT = ("", "(null)", "INVALID", "N/A", "NOT_SET", "Partition_Limit", "UNLIMITED", "infinite")
 
@@ -48,18 +56,23 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def parse_settings(text: str) -> dict[str, str]:
+    """Return the settings that `scontrol show config` prints, by name."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
 
 def parse_text(text: str | None) -> str:
     """Return a value; empty if Slurm prints `(null)`, `N/A` and the like."""
-    return "" if text is None or text in ("(null)", "None", "None assigned", "N/A", "Unknown") else text
+    if text is None or text in _NO_TEXT:
+        return ""
+    return text
 
 
 def parse_count(text: str) -> int | None:
     """Return a count of up to 18 digits; None for anything else, such as `UNLIMITED`."""
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        return None
+    return int(text)
 
 
 def parse_time(text: str | None) -> float | None:
@@ -93,22 +106,40 @@ def parse_minutes(text: str) -> float | None:
 
 def parse_seconds(text: str) -> int | None:
     """Return a duration of a setting (`30 sec`, `2 min`, `30`) in seconds; None for anything else."""
-    match = re.fullmatch(r"([0-9]{1,18})(?: (sec|min))?", text.strip())
-    return int(match[1]) * (60 if match[2] == "min" else 1) if match else None
+    match = re.fullmatch(r"(?P<number>[0-9]{1,18})(?: (?P<unit>sec|min))?", text.strip())
+    if match is None:
+        return None
+    number = int(match["number"])
+    return number * 60 if match["unit"] == "min" else number
+
+
+#: MiB of the units of memory sizes; a number without a unit is in MiB.
+_MEMORY_UNITS_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 
 
 def parse_memory_mb(text: str) -> float | None:
     """Return a memory size of sbatch or sacct (`64G`, `2000`, `1.5M`) in MiB; None for anything else."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    factors = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-    return float(match[1]) * factors[match[2].upper()] if match else None
+    size = r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)(?P<unit>[KMGT]?)B?"
+    match = re.fullmatch(size, text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    return float(match["number"]) * _MEMORY_UNITS_MB[match["unit"].upper()]
 
 
 def parse_gpus(text: str) -> tuple[str | None, int]:
-    """Return the type, None without one or with several, and the number of `4`, `a100:4`, `a100` or `a100:2,v100:2`."""
-    entries = [entry.split(":") for entry in text.split(",")]
-    kind = entries[0][0] if len(entries) == 1 and not entries[0][0].isdecimal() else None
-    return kind, sum(int(words[-1]) if words[-1].isdecimal() else 1 for words in entries)
+    """Return type and number of the GPUs in `4`, `a100:4`, `a100` or `a100:2,v100:2`.
+
+    The type is None if there is none, or several.
+    """
+    entries = text.split(",")
+    count = 0
+    for entry in entries:
+        number = entry.split(":")[-1]
+        count += int(number) if number.isdecimal() else 1
+    kind = text.split(":")[0]
+    if len(entries) > 1 or kind.isdecimal():
+        return None, count
+    return kind, count
 
 
 # Partitions and nodes of a cluster, from `scontrol` and `sinfo`.
@@ -118,6 +149,11 @@ _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future", "no
 #: Formats of `sinfo` for the nodes of all partitions, and for single nodes.
 PARTITION_FORMAT = "%R|%D|%c|%m|%G|%T|%N"
 NODE_FORMAT = "%N|%T|%f|%G|%c|%m|%H|%u|%E"
+#: Their numbers of fields. A line with another number is in another format.
+_NUM_PARTITION_FIELDS = PARTITION_FORMAT.count("|") + 1
+_NUM_NODE_FIELDS = NODE_FORMAT.count("|") + 1
+#: GPUs in the field %G: `gpu:a100:4(S:0-1)`, `gpu:4`.
+_GPU_GRES = re.compile(r"\bgpu(?::(?P<kind>[^:,()]+))?(?::[^:,()]+)*:(?P<number>[0-9]{1,9})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,21 +176,28 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
+    """A partition of the cluster and its nodes."""
+
     name: str
     facts: Mapping[str, str]  #: the record that `scontrol show partition` prints
     nodes: tuple[NodeGroup, ...]
 
     def limit(self, key: str) -> int | None:
+        """Return a limit of the record, such as `MaxNodes`; None without a limit."""
         return parse_count(self.facts.get(key, ""))
 
     def allowed(self, kind: str) -> tuple[str, ...] | None:
         """Return the `Accounts`, `Groups` or `Qos` that may use the partition; None if all but the denied may."""
         text = self.facts.get(f"Allow{kind}", "ALL")
-        return None if text.upper() in ("ALL", "(NULL)", "") else tuple(text.split(","))
+        if text.upper() in ("ALL", "(NULL)", ""):
+            return None
+        return tuple(text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeState:
+    """The state of one node, as `sinfo` shows it."""
+
     name: str
     state: str  #: long name: idle, mixed, allocated, down*, …
     hardware: str  #: features, GPUs and other GRES, cores and memory, as `sinfo` prints them
@@ -179,60 +222,78 @@ def count_nodes(groups: Iterable[NodeGroup]) -> int:
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     """Return the partitions of `scontrol show partition --oneliner` with their nodes, from PARTITION_FORMAT lines."""
-    groups = []
+    groups: dict[str, list[NodeGroup]] = {}
     for line in nodes.splitlines():
-        if line.count("|") != 6:
-            continue  # a line of another format
-        partition, count, cpus, memory, gres, state, names = line.split("|")
-        # sinfo prints `16+` if the nodes of one line differ.
-        counts = [parse_count(text.removesuffix("+")) for text in (count, cpus, memory)]
-        if None in counts:
-            continue
-        num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
-        gpus: Counter[str] = Counter()
-        for kind, number in re.findall(r"\bgpu(?::([^:,()]+))?(?::[^:,()]+)*:([0-9]{1,9})", gres):
-            gpus[kind] += int(number)
-        groups.append(
-            NodeGroup(
-                partition=partition,
-                num_nodes=num_nodes,
-                cpus=num_cpus,
-                memory_mb=memory_mb,
-                gpus=gpus.total(),
-                gpu_types={kind: number for kind, number in gpus.items() if kind},
-                usable=is_usable(state),
-                names=names,
-            )
-        )
-    return [
-        Partition(name=name, facts=facts, nodes=tuple(group for group in groups if group.partition == name))
-        for facts in parse_records(partitions)
-        if (name := facts.get("PartitionName"))
-    ]
+        group = _parse_node_group(line)
+        if group is not None:
+            groups.setdefault(group.partition, []).append(group)
+    parsed = []
+    for facts in parse_records(partitions):
+        name = facts.get("PartitionName")
+        if name:
+            parsed.append(Partition(name=name, facts=facts, nodes=tuple(groups.get(name, ()))))
+    return parsed
+
+
+def _parse_node_group(line: str) -> NodeGroup | None:
+    """Return the nodes of a line in PARTITION_FORMAT; None for a line of another format."""
+    fields = line.split("|")
+    if len(fields) != _NUM_PARTITION_FIELDS:
+        return None
+    partition, nodes, cpus, memory, gres, state, names = fields
+    # sinfo prints `16+` if the nodes of one line differ.
+    num_nodes = parse_count(nodes.removesuffix("+"))
+    num_cpus = parse_count(cpus.removesuffix("+"))
+    memory_mb = parse_count(memory.removesuffix("+"))
+    if num_nodes is None or num_cpus is None or memory_mb is None:
+        return None
+    gpus: Counter[str] = Counter()
+    for match in _GPU_GRES.finditer(gres):
+        gpus[match["kind"] or ""] += int(match["number"])
+    return NodeGroup(
+        partition=partition,
+        num_nodes=num_nodes,
+        cpus=num_cpus,
+        memory_mb=memory_mb,
+        gpus=gpus.total(),
+        gpu_types={kind: number for kind, number in gpus.items() if kind},
+        usable=is_usable(state),
+        names=names,
+    )
 
 
 def parse_node_states(text: str) -> list[NodeState]:
     """Return the nodes of `sinfo --Node` lines in NODE_FORMAT, each once: sinfo has a line per node and partition."""
-    found = {}
+    nodes = {}
     for line in text.splitlines():
-        words = line.strip().split("|", 8)
-        if len(words) == 9:
-            name, state, *hardware, since, user, reason = words
-            found[name] = NodeState(
-                name=name,
-                state=state,
-                hardware="|".join(hardware),
-                since=parse_time(since),
-                user=parse_text(user),
-                reason="" if reason.strip().lower() == "none" else reason.strip(),
-            )
-    return list(found.values())
+        # The reason, the last field, may contain `|`.
+        fields = line.strip().split("|", _NUM_NODE_FIELDS - 1)
+        if len(fields) != _NUM_NODE_FIELDS:
+            continue
+        name, state, *hardware, since, user, reason = fields
+        reason = reason.strip()
+        if reason.lower() == "none":
+            reason = ""
+        nodes[name] = NodeState(
+            name=name,
+            state=state,
+            hardware="|".join(hardware),
+            since=parse_time(since),
+            user=parse_text(user),
+            reason=reason,
+        )
+    return list(nodes.values())
 
 
 def parse_boot_times(text: str) -> dict[str, float]:
-    """Return the boot time by node from `scontrol show node --oneliner`, if Slurm knows it."""
-    times = ((record.get("NodeName"), parse_time(record.get("BootTime"))) for record in parse_records(text))
-    return {name: booted for name, booted in times if name is not None and booted is not None}
+    """Return the boot time by node from `scontrol show node --oneliner`, without nodes whose time is unknown."""
+    boot_times = {}
+    for record in parse_records(text):
+        name = record.get("NodeName")
+        booted = parse_time(record.get("BootTime"))
+        if name is not None and booted is not None:
+            boot_times[name] = booted
+    return boot_times
 
 
 # The state of a job, from scontrol, squeue and sacct.
@@ -275,6 +336,7 @@ class JobInfo:
 
     @property
     def alive(self) -> bool:
+        """Whether the job waits or runs."""
         return self.state not in ENDED
 
     @property
@@ -283,12 +345,15 @@ class JobInfo:
 
     @property
     def out_of_memory(self) -> bool:
+        """Whether Slurm has ended the job, or one of its steps, for its use of memory."""
         return "OUT_OF_MEMORY" in (self.state, *self.step_states)
 
     def queue_s(self, now: float) -> float | None:
         """Return the seconds in the queue since the submission or the last requeue; None if unknown."""
         until = now if self.waiting else self.started
-        return max(0.0, until - self.submitted) if until is not None and self.submitted is not None else None
+        if until is None or self.submitted is None:
+            return None
+        return max(0.0, until - self.submitted)
 
     def sentence(self) -> str:
         """Return the state, with the reason and the nodes, as a sentence."""
@@ -299,76 +364,98 @@ class JobInfo:
             return f"job {self.id} is {self.state}{nodes}"
         if self.state == "CANCELLED" and not self.nodes:
             return f"job {self.id} was cancelled in the queue"
-        details = f" ({self.reason})" if self.reason else ""
-        details += f" with exit code {self.exit_code}" if self.exit_code else ""
-        details += f" by signal {self.signal}" if self.signal else ""
-        return f"job {self.id} ended as {self.state}{details}{nodes}"
+        text = f"job {self.id} ended as {self.state}"
+        if self.reason:
+            text += f" ({self.reason})"
+        if self.exit_code:
+            text += f" with exit code {self.exit_code}"
+        if self.signal:
+            text += f" by signal {self.signal}"
+        return text + nodes
 
     def describe(self, now: float) -> str:
         """Return the sentence with the expected start, the time in the queue and the number of requeues."""
         parts = [self.sentence()]
         if self.waiting and self.started is not None and self.started > now:
-            parts.append(f"expected to start at {time.strftime('%Y-%m-%d %H:%M', time.localtime(self.started))}")
-        if (queue_s := self.queue_s(now)) is not None:
+            clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.started))
+            parts.append(f"expected to start at {clock}")
+        queue_s = self.queue_s(now)
+        if queue_s is not None:
             parts.append(f"{timedelta(seconds=round(queue_s))} in the queue")
         if self.restarts:
-            parts.append(f"requeued {self.restarts} time{'s' * (self.restarts > 1)}")
+            parts.append(f"requeued {plural(self.restarts, 'time')}")
         return ", ".join(parts)
 
 
 def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
-    """Return a job from `scontrol --oneliner show job`."""
+    """Return a job from `scontrol --oneliner show job`; None if it is not there."""
     records = [record for record in parse_records(text) if "JobId" in record]
-    task = job_id.partition("_")[2]
-    of_task = [record for record in records if not task or record.get("ArrayTaskId") == task]
     if not records:
         return None
-    record = (of_task or records)[0]
+    record = records[0]
+    task = job_id.partition("_")[2]
+    if task:
+        record = next((other for other in records if other.get("ArrayTaskId") == task), record)
     return _job_info(job_id, record, restarts=parse_count(record.get("Restarts", "0")) or 0)
 
 
 def parse_squeue(text: str, job_id: str) -> JobInfo | None:
-    """Return a job from lines of squeue with SQUEUE_FIELDS."""
+    """Return a job from lines of squeue with SQUEUE_FIELDS; None if it is not there."""
     for line in text.splitlines():
-        facts = dict(zip(_SQUEUE_KEYS, line.split("|", 7), strict=False))  # fewer in a line of another format
-        if facts["JobId"] == job_id and len(facts) == len(_SQUEUE_KEYS):
-            return _job_info(job_id, facts)
+        # The name of the job, the last field, may contain `|`.
+        fields = line.split("|", len(_SQUEUE_KEYS) - 1)
+        if len(fields) == len(_SQUEUE_KEYS) and fields[0] == job_id:
+            return _job_info(job_id, dict(zip(_SQUEUE_KEYS, fields, strict=True)))
     return None
+
+
+@dataclass
+class _SacctStart:
+    """The rows of sacct about one start of a job: that of the job, and those of its steps."""
+
+    job: dict[str, str]
+    step_states: list[str] = field(default_factory=list)
 
 
 def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     """Return a job from `sacct --duplicates`: its last start, the number of earlier ones, and its steps."""
-    starts: list[tuple[dict[str, str], list[dict[str, str]]]] = []
+    starts: list[_SacctStart] = []
     for line in text.splitlines():
         row = dict(zip(_SACCT_KEYS, line.split("|"), strict=False))  # fewer in a line of another format
-        found_id, dot, _ = row["JobId"].partition(".")
-        if found_id != job_id or len(row) < len(_SACCT_KEYS):
+        row_id, dot, _ = row["JobId"].partition(".")
+        if row_id != job_id or len(row) < len(_SACCT_KEYS):
             continue
-        row["JobState"] = (row["JobState"].split() or ["UNKNOWN"])[0].rstrip("+")  # without `by UID`, and `CANCELLED+`
-        if not dot and starts and starts[-1][0]["JobState"] == "RESIZING":
+        row["JobState"] = _accounted_state(row["JobState"])
+        last = starts[-1] if starts else None
+        if dot:
+            if last is not None:
+                last.step_states.append(row["JobState"])
+        elif last is not None and last.job["JobState"] == "RESIZING":
             # The job has lost a node: each size has a row, but it is one start.
-            starts[-1] = ({**row, "StartTime": starts[-1][0]["StartTime"]}, starts[-1][1])
-        elif not dot:
-            starts.append((row, []))
-        elif starts:
-            starts[-1][1].append(row)
+            last.job = {**row, "StartTime": last.job["StartTime"]}
+        else:
+            starts.append(_SacctStart(row))
     if not starts:
         return None
-    row, steps = starts[-1]
-    return _job_info(
-        job_id,
-        row,
-        restarts=len(starts) - 1,
-        step_states=tuple(step["JobState"] for step in steps),
-    )
+    last = starts[-1]
+    return _job_info(job_id, last.job, restarts=len(starts) - 1, step_states=tuple(last.step_states))
+
+
+def _accounted_state(text: str) -> str:
+    """Return the state of sacct's field: `CANCELLED` for `CANCELLED by 1000` and for `CANCELLED+`."""
+    words = text.split()
+    if not words:
+        return "UNKNOWN"
+    return words[0].rstrip("+")
 
 
 def _job_info(job_id: str, facts: Mapping[str, str], **more: Any) -> JobInfo:
     """Return a job from facts with scontrol's names."""
-    state, reason = facts.get("JobState", ""), facts.get("Reason", "")
+    state = facts.get("JobState", "")
+    reason = facts.get("Reason", "")
     # A cancelled or completed job keeps the reason that it was pending for.
     has_reason = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and reason not in _REDUNDANT_REASONS)
-    codes = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", facts.get("ExitCode", ""))
+    codes = re.fullmatch(r"(?P<exit>[0-9]{1,9}):(?P<signal>[0-9]{1,9})", facts.get("ExitCode", ""))
     return JobInfo(
         id=job_id,
         name=facts.get("JobName", ""),
@@ -377,8 +464,8 @@ def _job_info(job_id: str, facts: Mapping[str, str], **more: Any) -> JobInfo:
         submitted=parse_time(facts.get("SubmitTime")),
         started=parse_time(facts.get("StartTime")),
         ended=parse_time(facts.get("EndTime")),
-        exit_code=int(codes[1]) if codes else 0,
-        signal=int(codes[2]) if codes else 0,
+        exit_code=int(codes["exit"]) if codes else 0,
+        signal=int(codes["signal"]) if codes else 0,
         nodes=parse_text(facts.get("NodeList")),
         **more,
     )
@@ -413,11 +500,15 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     A job that has lost nodes or given some back has a record for each size. These count as one start, with the nodes
     and cores of its begin. Times in which the job only waited are left out.
     """
-    fields = START_FIELDS.split(",")
-    rows = [dict(zip(fields, line.split("|"), strict=False)) for line in text.splitlines()]
-    # Without lines of another format.
-    rows = [row for row in rows if len(row) == len(fields) and row["JobID"] == job_id]
-    parsed = [start for row in rows if (start := _parse_start(row)) is not None]
+    names = START_FIELDS.split(",")
+    parsed = []
+    for line in text.splitlines():
+        row = dict(zip(names, line.split("|"), strict=False))
+        if len(row) < len(names) or row["JobID"] != job_id:
+            continue  # a line of another format, or another job
+        accounted = _parse_start(row)
+        if accounted is not None:
+            parsed.append(accounted)
     starts: list[AccountedStart] = []
     for start in sorted(parsed, key=lambda start: start.began):
         last = starts[-1] if starts else None
@@ -433,7 +524,9 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
 
 
 def _parse_start(row: dict[str, str]) -> AccountedStart | None:
-    began, submitted = parse_time(row["Start"]), parse_time(row["Submit"])
+    """Return a start from a row of START_FIELDS; None if the job only waited."""
+    began = parse_time(row["Start"])
+    submitted = parse_time(row["Submit"])
     cores = parse_count(row["AllocCPUS"]) or 0
     if began is None or not cores:
         return None
@@ -456,12 +549,11 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
 def _joined(start: AccountedStart, smaller: AccountedStart) -> AccountedStart:
     """Return a start with the end, the state and the energy of its next record, when it had fewer nodes."""
     energies = [record.energy_j for record in (start, smaller) if record.energy_j is not None]
-    energy_j = sum(energies) if energies else None
     return replace(
         start,
         ended=smaller.ended,
         state=smaller.state,
-        energy_j=energy_j,
+        energy_j=sum(energies) if energies else None,
         resized=smaller.began,
         last_nodes=smaller.nodes,
     )

@@ -12,7 +12,7 @@ from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
 from hpcdist.config.roles import Roles, rank_table
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.slurm_notation import expand
-from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.errors import ConfigError, HpcdistError, plural
 
 #: In a job with more nodes, the rank table shows the first and the last node of neighbouring roles only.
 MAX_NODES_IN_TABLE = 16
@@ -41,27 +41,34 @@ def role_nodes(config: Config) -> tuple[RoleNodes, ...]:
         world_size = cluster.nodes * cluster.tasks_per_node
         roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
         if roles.world_size != world_size:
-            problem = f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
-            problem += f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or"
-            raise ConfigError(f"{problem} request nodes for single roles under cluster.roles")
+            raise ConfigError(
+                f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
+                f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or"
+                " request nodes for single roles under cluster.roles"
+            )
         return (_role_nodes(cluster, roles.names, RoleRequest(), cluster.nodes, cluster.tasks_per_node),)
-    found = []
+    parts = []
+    # Neighbouring roles without an entry in `cluster.roles` have the same key, "".
     for key, group in groupby(config.roles, key=lambda role: role if role in cluster.roles else ""):
         names = tuple(group)
         request = cluster.roles.get(key, RoleRequest())
-        nodes, tasks_per_node = _shape(cluster, request, names, sum(config.roles[name] for name in names))
-        found.append(_role_nodes(cluster, names, request, nodes, tasks_per_node))
-    return tuple(found)
+        num_ranks = sum(config.roles[name] for name in names)
+        nodes, tasks_per_node = _shape(cluster, request, names, num_ranks)
+        parts.append(_role_nodes(cluster, names, request, nodes, tasks_per_node))
+    return tuple(parts)
 
 
 def _check_node_numbers(config: Config) -> None:
     cluster = config.cluster
     if config.roles and cluster.fewest_nodes < cluster.nodes:
-        problem = f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"
+        )
     if cluster.roles and cluster.spare_nodes:
-        problem = f"cluster.spare_nodes={cluster.spare_nodes}: a run with cluster.roles has a fixed node for each rank:"
-        raise ConfigError(f"{problem} remove it, or cluster.roles")
+        raise ConfigError(
+            f"cluster.spare_nodes={cluster.spare_nodes}: a run with cluster.roles has a fixed node for each rank:"
+            " remove it, or cluster.roles"
+        )
 
 
 def _role_nodes(
@@ -79,8 +86,11 @@ def _role_nodes(
 
 def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], count: int) -> tuple[int, int]:
     """Return the number of nodes and of ranks per node; a number that is not set follows from `count` ranks."""
-    key, summands = f"cluster.roles.{roles[0]}", " + ".join(f"roles.{role}" for role in roles)
-    nodes, tasks, problem = request.nodes, request.tasks_per_node, ""
+    key = f"cluster.roles.{roles[0]}"
+    summands = " + ".join(f"roles.{role}" for role in roles)
+    nodes = request.nodes
+    tasks = request.tasks_per_node
+    problem = ""
     if nodes is not None and tasks is not None:
         if nodes * tasks != count:
             problem = f"{key}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {summands} is {count}"
@@ -136,8 +146,8 @@ def nodes_by_part(parts: Sequence[RoleNodes], nodes: Sequence[str]) -> Iterator[
 def hosts_by_rank(parts: Sequence[RoleNodes], nodes: Sequence[str]) -> list[str]:
     """Return the host of each rank: the ranks of a part fill its nodes one after the other."""
     hosts = []
-    for part, own in nodes_by_part(parts, nodes):
-        for node in own:
+    for part, part_nodes in nodes_by_part(parts, nodes):
+        for node in part_nodes:
             hosts += [node] * part.tasks_per_node
     return hosts
 
@@ -147,22 +157,27 @@ def rank_table_lines(config: Config, nodes: Sequence[str] | None = None) -> list
     parts = role_nodes(config)
     devices = {role: _device(config, part, role) for part in parts for role in part.roles}
     shows_each_node = nodes is not None and len(nodes) <= MAX_NODES_IN_TABLE
-    groups, first = [], 0
-    for part, own in nodes_by_part(parts, nodes or []):
+    groups = []
+    first = 0
+    for part, part_nodes in nodes_by_part(parts, nodes or []):
         end = first + part.num_ranks
         if shows_each_node:
-            ranks = range(first, end, part.tasks_per_node)
-            groups += [(range(rank, rank + part.tasks_per_node), node) for rank, node in zip(ranks, own, strict=True)]
+            first_ranks = range(first, end, part.tasks_per_node)
+            for rank, node in zip(first_ranks, part_nodes, strict=True):
+                groups.append((range(rank, rank + part.tasks_per_node), node))
         else:
-            groups.append((range(first, end), _place(own, _request_text(config.cluster, part))))
+            groups.append((range(first, end), _place(part_nodes, _request_text(config.cluster, part))))
         first = end
     return rank_table(Roles.of(config.roles, first), groups, devices)
 
 
 def _place(nodes: Sequence[str], request: str) -> str:
+    """Return the nodes of a part in the rank table; the request if they are not known yet."""
     if not nodes:
         return request
-    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]} ({request})"
+    if len(nodes) == 1:
+        return nodes[0]
+    return f"{nodes[0]} … {nodes[-1]} ({request})"
 
 
 def _device(config: Config, part: RoleNodes, role: str) -> str:
@@ -173,12 +188,10 @@ def _device(config: Config, part: RoleNodes, role: str) -> str:
 
 
 def _request_text(cluster: ClusterConfig, part: RoleNodes) -> str:
-    nodes = "1 node" if part.nodes == 1 else f"{part.nodes} nodes"
-    facts = [f"{nodes} × {part.tasks_per_node}"]
+    facts = [f"{plural(part.nodes, 'node')} × {part.tasks_per_node}"]
     if part.gpus_per_node:
-        kind = f" {cluster.gpu_type}" if cluster.gpu_type else ""
-        unit = "GPU" if part.gpus_per_node == 1 else "GPUs"
-        facts.append(f"{part.gpus_per_node}{kind} {unit} each")
+        unit = f"{cluster.gpu_type} GPU" if cluster.gpu_type else "GPU"
+        facts.append(f"{plural(part.gpus_per_node, unit)} each")
     if cluster.partition:
         facts.append(f"partition {cluster.partition}")
     if cluster.constraint:
