@@ -48,11 +48,13 @@ class JobLog:
     """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files."""
 
     def __init__(self, run: RunDir | None = None) -> None:
-        #: Record the job's nodes and queue time in this run's folder.
+        #: Run in whose folder the job's nodes and queue time are recorded; None if they are recorded already.
         self._run = run
+        #: File with the result of the collective check; None if it has been logged.
         self._network: Path | None = None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """Log the begin of an attempt. With the first one, record the job's nodes and queue time."""
         self._network = attempt.network
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._run is not None:
@@ -65,13 +67,15 @@ class JobLog:
             self._run = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:
+        """Log the result of the collective check, once."""
         if self._network is None:
             return
-        if (found := read_json(self._network)) is not None:
-            log.info("preflight: %s", found["text"])
-            for line in found["warnings"]:
+        report = read_json(self._network)
+        if report is not None:
+            log.info("preflight: %s", report["text"])
+            for line in report["warnings"]:
                 log.warning("preflight: %s", line)
-        if found is not None or beat.get("step"):
+        if report is not None or beat.get("step"):
             self._network = None
 
     def note(self, text: str) -> None:
@@ -85,6 +89,11 @@ class JobLog:
 
 
 def supervise_job(run_dir: str) -> State:
+    """Supervise a run in the batch step of its job until it ends or the job is requeued; returns its last state.
+
+    An error before the first attempt is recorded as the end of the run. Raises RunFolderError if the run does not
+    exist or another job holds it, and LeaseLostError if another supervisor takes it over.
+    """
     # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2.
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
@@ -118,13 +127,19 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     config = load_run_config(run.config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env, IDENTITY_VARIABLE: identity(run.path)}
     code = snapshot.code_state(run)
-    cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+    cwd = Path(code.cwd)
+    if not cwd.is_dir():
+        cwd = run.path
+    root = Path(code.root)
+    if not root.is_dir():
+        root = cwd
     uri = resolve_uri(config, env)
-    box = rank_container(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
-    for_ranks = env | rank_env(config)
+    box = rank_container(config, run, cwd=cwd, root=root)
+    additional_env = rank_env(config)
+    for_ranks = env | additional_env
     if box is not None:
         # Paths of the host's packages are not valid in the image.
-        for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
+        for_ranks["PYTHONPATH"] = additional_env.get("PYTHONPATH", "")
     environment = rank_environment(config, run, for_ranks)
     import_path = [*snapshot.import_path(code, run), *environment.import_path]
     require_torch(config, environment.env, on_slurm=True)
@@ -132,7 +147,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     for line in rank_table_lines(launcher.nodes.sized(config), launcher.nodes.used.names):
         log.info("%s", line)
     with launcher:
-        return Supervisor(
+        supervisor = Supervisor(
             run,
             config,
             launcher,
@@ -142,7 +157,8 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             env=env,
             check_lease=held.check,
             job=SupervisedJob(config.cluster, job, launcher),
-        ).run()
+        )
+        return supervisor.run()
 
 
 @dataclass(frozen=True)
@@ -155,8 +171,11 @@ class SupervisedJob:
 
     @property
     def allocation(self) -> Allocation | None:
+        """The time limit of the job, and `cluster.signal_lead_s` before it; None without a time limit."""
         end = self.current.end_time
-        return Allocation(end - self.config.signal_lead_s, end) if end is not None else None
+        if end is None:
+            return None
+        return Allocation(stop_at=end - self.config.signal_lead_s, end=end)
 
     @property
     def nodes(self) -> NodeChanges:
@@ -167,21 +186,27 @@ class SupervisedJob:
         return self.current.restart_count
 
     def is_ending(self) -> bool:
-        # With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not
-        # to the batch step. With proctrack/linuxproc, the supervisor has received it.
-        return self._asked(self.current.is_ending)
+        """Return whether Slurm is ending the job; False if Slurm does not answer.
+
+        With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not to
+        the batch step. With proctrack/linuxproc, the supervisor has received it.
+        """
+        return self._ask(self.current.is_ending)
 
     def is_requeued(self) -> bool:
-        return self._asked(self.current.is_requeued)
+        """Return whether Slurm has requeued the job since this start of it; False if Slurm does not answer."""
+        return self._ask(self.current.is_requeued)
 
     def requeue(self) -> None:
+        """Requeue the job, without the nodes that the launcher avoids. Raises SlurmError if Slurm refuses."""
         self.current.requeue(exclude=self.launcher.avoid)
 
     def release_nodes(self) -> None:
+        """End the ranks' steps, and give back all nodes but the supervisor's."""
         self.launcher.close()
         self.current.release_other_nodes()
 
-    def _asked(self, question: Callable[[], bool]) -> bool:
+    def _ask(self, question: Callable[[], bool]) -> bool:
         try:
             return question()
         except SlurmError as error:
@@ -197,7 +222,8 @@ def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
     """
     if job.restart_count > 0:
         request = run.attempt(state.attempt).read_request()
-        if continues_after_requeue(state.status, request.cause if request is not None else None):
+        cause = request.cause if request is not None else None
+        if continues_after_requeue(state.status, cause):
             return False
     return state.status in ENDED
 
@@ -220,51 +246,67 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
         # The same name after a requeue.
         config = replace(config, name=f"{create.label_of(config)}-job{job.id}")
     run = RunDir(Path(config.runs_dir) / config.experiment / config.name)
-    if (read_record(run.slurm) or {}).get("job_id") != job.id:
-        # The job was killed while it created the folder, whose name is unique to the job.
-        if run.name.endswith(f"-job{job.id}") and run.path.is_dir() and not run.slurm.exists():
-            shutil.rmtree(run.path)
-        cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
-        if cluster.outlives_nodes:  # Slurm does not show whether a job has the flag
-            log.info(
-                "cluster.min_nodes and cluster.spare_nodes need `#SBATCH --no-kill` in the batch script: without it"
-                " Slurm kills the job when it notices a failed node"
-            )
-        config = replace(config, cluster=cluster)
-        create.check_trainer(config, cwd)
-        if problems := exposed_secrets(config):
-            raise ConfigError(*problems)
-        try:
-            run = create.create_run(config, cwd, launcher="slurm", origin=origin)
-        except RunFolderError as error:
-            raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
-        # Last: with this file the folder is complete, and a requeued job continues with it.
-        write_json(run.slurm, {"job_id": job.id}, durable=True)
+    record = read_record(run.slurm) or {}
+    if record.get("job_id") != job.id:
+        run = _create_in_job(run, config, env, cwd, job, origin)
     return supervise_job(str(run.path))
 
 
+def _create_in_job(
+    run: RunDir, config: Config, env: Mapping[str, str], cwd: Path, job: CurrentJob, origin: Origin | None
+) -> RunDir:
+    """Create the folder of a run in the first start of its job; `run` is the planned folder."""
+    # The job was killed while it created the folder, whose name is unique to the job.
+    if run.name.endswith(f"-job{job.id}") and run.path.is_dir() and not run.slurm.exists():
+        shutil.rmtree(run.path)
+    cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
+    if cluster.outlives_nodes:  # Slurm does not show whether a job has the flag
+        log.info(
+            "cluster.min_nodes and cluster.spare_nodes need `#SBATCH --no-kill` in the batch script: without it"
+            " Slurm kills the job when it notices a failed node"
+        )
+    config = replace(config, cluster=cluster)
+    create.check_trainer(config, cwd)
+    problems = exposed_secrets(config)
+    if problems:
+        raise ConfigError(*problems)
+    try:
+        run = create.create_run(config, cwd, launcher="slurm", origin=origin)
+    except RunFolderError as error:
+        raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
+    # Last: with this file the folder is complete, and a requeued job continues with it.
+    write_json(run.slurm, {"job_id": job.id}, durable=True)
+    return run
+
+
 def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
-    """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's."""
+    """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's.
+
+    Raises ConfigError if the job's request does not fit a run, such as different numbers of tasks on its nodes.
+    """
     if int(env.get("SLURM_HET_SIZE") or 0) > 1:
         fix = "request one allocation for all roles, and place them by cluster.roles"
         raise ConfigError(f"the job is heterogeneous (`#SBATCH hetjob`), and a run needs one allocation: {fix}")
-    # Without --ntasks-per-node only the second is set, and may count processors.
-    text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
-    tasks = set(expand_tasks(text))
+    # Without --ntasks-per-node only the second variable is set, and may count processors.
+    tasks_text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
+    tasks = set(expand_tasks(tasks_text))
     if len(tasks) != 1:
         raise ConfigError(
-            f"{text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"
+            f"{tasks_text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"
         )
     num_nodes = int(env["SLURM_JOB_NUM_NODES"]) - cluster.spare_nodes
-    # Slurm sets these only if the script requests GPUs.
-    gpu_type, gpus = parse_gpus(env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0")
+    if cluster.min_nodes is not None:
+        # A job with a range of nodes may get more of them after a requeue.
+        num_nodes = max(cluster.nodes, num_nodes)
+    # Slurm sets these variables only if the script requests GPUs.
+    gpus_text = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
+    gpu_type, gpus = parse_gpus(gpus_text)
     return replace(
         cluster,
         partition=env.get("SLURM_JOB_PARTITION"),
         account=env.get("SLURM_JOB_ACCOUNT"),
         qos=env.get("SLURM_JOB_QOS"),
-        # A job with a range of nodes may get more of them after a requeue.
-        nodes=num_nodes if cluster.min_nodes is None else max(cluster.nodes, num_nodes),
+        nodes=num_nodes,
         tasks_per_node=tasks.pop(),
         cpus_per_task=int(env.get("SLURM_CPUS_PER_TASK", "1")),
         gpus_per_node=gpus,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
@@ -53,6 +54,7 @@ class NodePool:
 
     @property
     def idle(self) -> tuple[str, ...]:
+        """The nodes on which steps can run, but which the next attempt does not use."""
         return tuple(node for node in self.present if node not in self.used)
 
     @property
@@ -63,10 +65,12 @@ class NodePool:
         return tuple(node for node in self._allocated if node in self._lost and self._losses[node] < MAX_LOSSES)
 
     def can_lose(self, nodes: Collection[str]) -> bool:
-        return len(self._allocated) - len(self._lost | self._unfit | set(nodes)) >= self._least
+        """Return whether the run may continue without these nodes."""
+        out = self._lost | self._unfit | set(nodes)
+        return len(self._allocated) - len(out) >= self._least
 
     def drop_silent(self, nodes: Collection[str]) -> bool:
-        """Continue without nodes that do not answer; see `_replace`."""
+        """Continue without nodes that do not answer. Returns whether enough are left; if not, nothing changes."""
         lost = self._lost | set(nodes)
         if not self._replace(lost | self._unfit):
             return False
@@ -76,13 +80,14 @@ class NodePool:
         return True
 
     def drop_unfit(self, nodes: Collection[str]) -> bool:
-        """Continue without nodes that answer but are not fit for ranks; see `_replace`."""
+        """Continue without nodes that answer but are not fit for ranks. The result is that of `drop_silent`."""
         if not self._replace(self._lost | self._unfit | set(nodes)):
             return False
         self._unfit |= set(nodes)
         return True
 
     def restore(self, nodes: Iterable[str]) -> None:
+        """Use lost nodes again, which answer and are free of ranks."""
         self._lost -= set(nodes)
         self._replace(self._lost | self._unfit)
 
@@ -97,9 +102,10 @@ class NodePool:
 
     def _replace(self, out: Collection[str]) -> bool:
         """Choose nodes without those in `out`; return whether enough are left. If not, nothing changes."""
-        # Nodes of the last attempt come first, so that ranks stay where their files are cached.
         fit = [node for node in self._allocated if node not in out]
-        chosen = sorted(fit, key=lambda node: node not in self.used)[: self._target]
+        # Nodes of the last attempt come first, so that ranks stay where their files are cached.
+        used_first = sorted(fit, key=lambda node: node not in self.used)
+        chosen = used_first[: self._target]
         if len(chosen) < self._least:
             return False
         self.used = tuple(node for node in self._allocated if node in chosen)
@@ -114,22 +120,35 @@ class NodePool:
 
 #: Shortest time between two connections to a node; with many nodes it is longer.
 PROBE_EVERY_S = 1.0
+#: Limit of the connections to all nodes together, which bounds the load of the supervisor's machine.
+_CONNECTIONS_PER_S = 200
+#: Time limit of a connection. It leaves time for a second one before the node counts as lost.
+_CONNECT_S = 1.5
 #: A node that has not answered for this time, and for three intervals, is lost.
 SILENT_S = 4.0
+_SILENT_INTERVALS = 3
+#: A node gets this time to answer again if its loss would send the run back into the queue.
+_SILENT_BEFORE_REQUEUE_S = 30.0
 #: After a pause between two calls of `silent`, as of a suspended process, no more than this counts.
 PAUSE_S = 1.0
+#: Results of a connection that only the kernel of a living node can give.
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 @dataclass
 class _Node:
+    """A node and the connection that asks whether it lives. Times are on the monotonic clock."""
+
     address: str
     connection: socket.socket | None = None
     began: float = 0.0  #: time of the last connection
-    answered: float | None = None  #: time of the last answer
+    answered: float | None = None  #: time of the last answer; None if the node has never answered
 
     def connect(self, port: int, now: float) -> None:
+        """Begin a connection, without waiting for its end."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        self.began, self.connection = now, socket.socket(family, socket.SOCK_STREAM)
+        self.began = now
+        self.connection = socket.socket(family, socket.SOCK_STREAM)
         self.connection.setblocking(False)
         code = self.connection.connect_ex((self.address, port))
         if code != errno.EINPROGRESS:
@@ -140,8 +159,17 @@ class _Node:
         if self.connection is not None:
             self.connection.close()
             self.connection = None
-        if code in (0, errno.ECONNREFUSED, errno.ECONNRESET):
+        if code in _ANSWERS:
             self.answered = now
+
+    def check_connection(self, ready: Collection[int], now: float) -> None:
+        """End the connection if it has a result, or if its time is over; `ready` are descriptors with a result."""
+        if self.connection is None:
+            return
+        if self.connection.fileno() in ready:
+            self.end(self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
+        elif now - self.began > _CONNECT_S:
+            self.end(errno.ETIMEDOUT, now)
 
 
 class HostProbe:
@@ -153,52 +181,53 @@ class HostProbe:
     def __init__(self, addresses: Mapping[str, str], port: int) -> None:
         self._nodes = {name: _Node(address) for name, address in addresses.items()}
         self._port = port
-        self._every_s = max(PROBE_EVERY_S, len(self._nodes) / 200)  # 200 connections a second to all nodes together
+        self._every_s = max(PROBE_EVERY_S, len(self._nodes) / _CONNECTIONS_PER_S)
         self._last_call = time.monotonic()
 
     def silent(self, for_s: float = SILENT_S) -> list[str]:
         """Return the nodes that have not answered for some time. Call it several times a second."""
         now = time.monotonic()
-        pause_s, self._last_call = max(0.0, now - self._last_call - PAUSE_S), now
-        limit_s = max(for_s, 3 * self._every_s)
+        pause_s = max(0.0, now - self._last_call - PAUSE_S)
+        self._last_call = now
+        limit_s = max(for_s, _SILENT_INTERVALS * self._every_s)
         poll = select.poll()
         for node in self._nodes.values():
             if node.connection is not None:
                 poll.register(node.connection, select.POLLOUT)
         ready = {descriptor for descriptor, _ in poll.poll(0)}
-        found = []
+        silent = []
         for name, node in self._nodes.items():
-            if node.connection is not None:
-                if node.connection.fileno() in ready:
-                    node.end(node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
-                elif now - node.began > 1.5:  # without an answer
-                    node.end(errno.ETIMEDOUT, now)
+            node.check_connection(ready, now)
             if node.connection is None and now - node.began >= self._every_s:
                 node.connect(self._port, now)
             if node.answered is not None:
+                # No connection was made during the pause.
                 node.answered = min(now, node.answered + pause_s)
                 if now - node.answered > limit_s:
-                    found.append(name)
-        return found
+                    silent.append(name)
+        return silent
 
     def close(self) -> None:
+        """Close all connections."""
         for node in self._nodes.values():
             node.end(errno.ECANCELED, 0.0)
 
 
 def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
-    found = {}
+    """Return the address of each node; nodes without one are left out."""
+    addresses = {}
     for node in nodes:
         with suppress(OSError):
-            found[node] = str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
-    return found
+            *_, address = socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0]
+            addresses[node] = str(address[0])
+    return addresses
 
 
 # A run that goes on in its allocation without failed nodes, and with them when they answer again.
 #
-# Slurm notices a dead node only after `SlurmdTimeout`. Until then the processes of a step on that node never end for
-# Slurm, and neither does the step. So ranks are killed on each node that answers, without Slurm, the step is abandoned,
-# and the next step overlaps it on the other nodes.
+# Slurm notices a dead node only after `SlurmdTimeout`. Until then Slurm believes that the processes of a step run on
+# that node, so the step does not end. Therefore the ranks are killed without Slurm on each node that answers, the step
+# is abandoned, and the next step overlaps it on the other nodes.
 
 log = logging.getLogger(__name__)
 #: Interval of checks for a new checkpoint and for lost nodes that answer again.
@@ -206,6 +235,8 @@ CHECK_EVERY_S = 5.0
 
 
 class FixedNodes(NodeChanges):
+    """The nodes of a run that does not change them within its allocation."""
+
     def __init__(self, nodes: JobNodes) -> None:
         self._nodes = nodes
         #: Names of steps that Slurm cannot end because a node is lost. None of their ranks is left on other nodes.
@@ -245,6 +276,14 @@ class FixedNodes(NodeChanges):
         """End the checks of nodes."""
 
 
+class _LostNodes(NamedTuple):
+    """The result of a check of lost nodes that answer again."""
+
+    fit: Sequence[str] = ()  #: nodes on which ranks can be started
+    gone: Sequence[str] = ()  #: nodes that Slurm has taken out of the job
+    all_answer: bool = True  #: whether all others have answered
+
+
 class ElasticNodes(FixedNodes):
     """Detects lost nodes of the running attempt and chooses the nodes of the next one.
 
@@ -267,7 +306,8 @@ class ElasticNodes(FixedNodes):
         self._probe = HostProbe(addresses_of(nodes), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
-        self._check: Future[tuple[list[str], list[str], bool]] | None = None
+        #: The running check of lost nodes.
+        self._check: Future[_LostNodes] | None = None
         self._next_check = 0.0
         self._step_at_start: int | None = None
         self._returned: Sequence[str] = ()
@@ -302,45 +342,62 @@ class ElasticNodes(FixedNodes):
         self._step_at_start = newest_step(self._run)
 
     def drop_rejected(self, blamed: Sequence[str]) -> bool:
+        """Continue without nodes that fail the preflight check; return whether enough others are left.
+
+        Nodes that do not answer count as lost, so they may be used again; the others count as unfit.
+        """
         if not self.pool.can_lose(blamed):
             return False
         answers = self._kill_ranks(blamed)
-        if silent := [node for node in blamed if node not in answers]:
+        silent = [node for node in blamed if node not in answers]
+        if silent:
             # Slurm cannot end the steps that the check has started on them.
             self.pool.drop_silent(silent)
             self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
-        if unfit := [node for node in blamed if node in answers]:
+        unfit = [node for node in blamed if node in answers]
+        if unfit:
             self.pool.drop_unfit(unfit)
         return True
 
     def detect_lost(self) -> tuple[int, str] | None:
+        """Return the first rank on a node that does not answer any more, and the node; None if all answer.
+
+        Nodes without ranks are noted only.
+        """
         silent = self._probe.silent()
-        if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
-            self.pool.drop_silent(idle)
-            self._lost_idle |= set(idle)
-            log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
-        if back := self._lost_idle - set(silent):
+        self._note_idle(silent)
+        lost = [node for node in self.pool.used if node in silent]
+        if not lost:
+            return None
+        if not self.pool.can_lose(lost):
+            # The run has to go back into the queue, so a node is given more time to answer. Nodes that were lost long
+            # ago are not among `lost`.
+            long_silent = self._probe.silent(_SILENT_BEFORE_REQUEUE_S)
+            if not set(lost) & set(long_silent):
+                return None
+        self._lost = tuple(lost)
+        first_rank = self.pool.used.index(lost[0]) * self._tasks_per_node
+        return first_rank, lost[0]
+
+    def _note_idle(self, silent: Sequence[str]) -> None:
+        """Note the nodes without ranks that do not answer any more, and those that answer again."""
+        lost = [node for node in silent if node not in self.pool.used and node in self.pool.present]
+        if lost:
+            self.pool.drop_silent(lost)
+            self._lost_idle |= set(lost)
+            log.warning("%s: no answer from the node, which runs no ranks", ", ".join(lost))
+        back = self._lost_idle - set(silent)
+        if back:
             # `end_ranks` finds out whether they still belong to the job.
             self._lost_idle -= back
             self.pool.keep_idle(back)
-        lost = [node for node in self.pool.used if node in silent]
-        # With too few other nodes the run goes back into the queue, so a node is given more time to answer. Nodes that
-        # were lost long ago say nothing about these.
-        if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(30.0))):
-            return None
-        self._lost = tuple(lost)
-        return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
 
     def end_ranks(self, step: str) -> bool:
-        # A step with nodes that Slurm has taken out of the job does not start on any node.
-        allocated: tuple[str, ...] = ()
-        with suppress(HpcdistError):
-            allocated = self._job.allocated()
-        removed = [node for node in self.pool.present if node not in allocated] if allocated else []
-        self._lost = tuple(dict.fromkeys((*self._lost, *(node for node in removed if node in self.pool.used))))
-        if idle := [node for node in removed if node not in self.pool.used]:
-            self.pool.drop_silent(idle)
-        self.pool.forget(removed)
+        """Kill the ranks on all nodes that answer, and note the lost nodes; return whether Slurm cannot end the step.
+
+        A step without surviving ranks is abandoned: Slurm may keep it, but it does not matter any more.
+        """
+        self._note_removed()
         asked = [node for node in self.pool.used if node not in self._lost]
         answers = self._kill_ranks(asked)
         if not answers:  # from no node: the controller does not answer, unless a node was lost before
@@ -352,24 +409,50 @@ class ElasticNodes(FixedNodes):
             self.abandoned |= {step, NODES_STEP, CONTAINERS_STEP}
         return True
 
+    def _note_removed(self) -> None:
+        """Count the nodes that Slurm has taken out of the job as lost: a step with one of them starts on no node."""
+        allocated: tuple[str, ...] = ()
+        with suppress(HpcdistError):
+            allocated = self._job.allocated()
+        if not allocated:
+            return  # unknown
+        removed = [node for node in self.pool.present if node not in allocated]
+        removed_used = [node for node in removed if node in self.pool.used]
+        removed_idle = [node for node in removed if node not in self.pool.used]
+        # Each node once, in order.
+        self._lost = tuple(dict.fromkeys((*self._lost, *removed_used)))
+        if removed_idle:
+            self.pool.drop_silent(removed_idle)
+        self.pool.forget(removed)
+
     def _kill_ranks(self, nodes: Sequence[str]) -> dict[str, list[int]]:
         """Kill the run's ranks on nodes without Slurm; return those that survive on the nodes that answer."""
         return ranks_on_nodes(self._run, "kill", JobNodes(nodes, chosen=True), self._env, patient=False)
 
     def replace_lost(self) -> str:
-        lost, before = self._lost, self.pool.used
+        """Continue without the lost nodes, or without a node on which ranks fail repeatedly.
+
+        Returns a sentence on the change of nodes, or "" if they stay the same.
+        """
+        lost = self._lost
+        before = self.pool.used
         self._lost = ()
         if lost:
-            chosen, why = self.pool.drop_silent(lost), "no answer from"
-        elif blamed := failing_node(self._run, before):
-            lost = (blamed,)
-            chosen, why = self.pool.drop_unfit(lost), "ranks have failed twice in a row on"
+            why = "no answer from"
+            has_enough = self.pool.drop_silent(lost)
         else:
+            blamed = failing_node(self._run, before)
+            if not blamed:
+                return ""
+            why = "ranks have failed twice in a row on"
+            lost = (blamed,)
+            has_enough = self.pool.drop_unfit(lost)
+        if not has_enough:
             return ""
-        if not chosen:
-            return ""
-        used, changes = self.pool.used, []
-        if new := [node for node in used if node not in before]:
+        used = self.pool.used
+        changes = []
+        new = [node for node in used if node not in before]
+        if new:
             changes.append(f"{', '.join(new)} takes over")
         if len(used) != len(before):
             changes.append(f"continuing on {len(used)} of {len(before)} nodes")
@@ -383,40 +466,59 @@ class ElasticNodes(FixedNodes):
             return ""
         # The nodes are checked in another thread, since this is called several times a second.
         if self._check is not None and self._check.done():
-            check, self._check = self._check, None
-            try:
-                self._returned, gone, all_answer = check.result()
-            except (HpcdistError, OSError) as error:
-                log.info("the lost nodes cannot be checked: %s", error)
-                return ""
-            self.pool.forget(gone)
-            if gone:
-                log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
-            if not all_answer:
-                self.abandoned.add(NODES_STEP)
+            check = self._check
+            self._check = None
+            self._note_check(check)
         elif self._check is None and time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + CHECK_EVERY_S
             # Slurm could not end a step on a node that is known to be silent.
             silent = self._probe.silent()
-            if missing := [node for node in self.pool.missing if node not in silent]:
+            missing = [node for node in self.pool.missing if node not in silent]
+            if missing:
                 self._check = self._thread.submit(self._examine, missing, self._step_at_start)
         return ""
 
-    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> tuple[list[str], list[str], bool]:
-        """Return the lost nodes that are fit again, those that left the job, and whether all others answer."""
+    def _note_check(self, check: "Future[_LostNodes]") -> None:
+        """Note the result of a check that has ended; the next `detect_returned` returns the fit nodes."""
+        try:
+            nodes = check.result()
+        except (HpcdistError, OSError) as error:
+            log.info("the lost nodes cannot be checked: %s", error)
+            return
+        self._returned = nodes.fit
+        self.pool.forget(nodes.gone)
+        if nodes.gone:
+            log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(nodes.gone))
+        if not nodes.all_answer:
+            self.abandoned.add(NODES_STEP)
+
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _LostNodes:
+        """Check lost nodes, and kill the ranks of earlier attempts on them; without a new checkpoint do nothing."""
         if newest_step(self._run) == step_at_start:
-            return [], [], True
+            return _LostNodes()
         allocated = self._job.allocated()
-        gone = [node for node in missing if node not in allocated] if allocated else []
-        mine = [node for node in missing if node in allocated]
+        remaining = [node for node in missing if node in allocated]
+        gone: list[str] = []
+        if allocated:
+            gone = [node for node in missing if node not in allocated]
         # Ranks of an earlier attempt may have survived there.
-        answers = self._kill_ranks(mine)
-        return [node for node in mine if answers.get(node) == []], gone, answers.keys() == set(mine)
+        answers = self._kill_ranks(remaining)
+        return _LostNodes(
+            fit=[node for node in remaining if answers.get(node) == []],
+            gone=gone,
+            all_answer=answers.keys() == set(remaining),
+        )
 
 
 def failing_node(run: RunDir, nodes: Sequence[str]) -> str:
     """Return the node among `nodes` on which ranks fail repeatedly; "" if there is none."""
-    recorded = [read_json(attempt.failure) for attempt in run.attempts()]
-    blamed = suspect([None if found is None else Failure(**found) for found in recorded]) or ""
+    history = []
+    for attempt in run.attempts():
+        record = read_json(attempt.failure)
+        history.append(Failure(**record) if record is not None else None)
+    host = suspect(history)
+    if host is None:
+        return ""
     # The host name may be n1.site and Slurm's name n1.
-    return next((node for node in nodes if node in (blamed, blamed.partition(".")[0])), "")
+    short_name = host.partition(".")[0]
+    return next((node for node in nodes if node in (host, short_name)), "")

@@ -34,7 +34,7 @@ from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps, signal_named_steps
 from hpcdist.slurm.on_nodes import Answers, JobNodes, announced, ask, nodes_command
-from hpcdist.slurm.placement import hosts_by_rank, job_nodes, nodes_by_part, requested_cluster, role_nodes
+from hpcdist.slurm.placement import RoleNodes, hosts_by_rank, job_nodes, nodes_by_part, requested_cluster, role_nodes
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.parents import ParentRanks, RankParents
 from hpcdist.supervisor.plan import code_env
@@ -46,6 +46,8 @@ REPORTED_S = 20.0
 MAX_QUERY_INTERVAL_S = 600.0
 #: Time until a restarted controller has reached its nodes: before that, it starts no step.
 CONTROLLER_S = 120.0
+#: Pause between two steps that ask the nodes while the controller starts none.
+_ASK_EVERY_S = 1.0
 #: A node that does not answer within this time counts as lost: Slurm's messages time out after 10 s.
 NODE_ANSWER_S = 20.0
 #: Refusals of srun that pass, such as those of a restarted controller.
@@ -56,6 +58,8 @@ _MAY_PASS = re.compile(
 STEP_LEAVES_S = 60.0
 #: Time for a step to end after its tasks have been killed.
 STEP_END_S = 20.0
+#: Lines at the end of a log in which its last message is searched, because the very last ones may be empty.
+_LAST_LINES = 10
 
 
 @dataclass(eq=False)
@@ -83,11 +87,13 @@ class SlurmLauncher:
         self._parent_nodes: Sequence[str] = ()
         self._step = ""  #: name of the parents' step
         self.hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
-        outlives_nodes = config.cluster.outlives_nodes
-        allocated = JobNodes(self.job.nodes if outlives_nodes and self.job.nodes else job_nodes(config, env))
+        names: Sequence[str] = ()
+        if config.cluster.outlives_nodes:
+            names = self.job.nodes
+        allocated = JobNodes(names or job_nodes(config, env))
         #: The nodes of each attempt.
         self.nodes = FixedNodes(allocated)
-        if outlives_nodes:
+        if config.cluster.outlives_nodes:
             self.nodes = ElasticNodes(self.run, config, self.job, allocated.names, self._env)
         self.containers = NoContainers()
         if box is not None:
@@ -96,10 +102,12 @@ class SlurmLauncher:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of the running or next attempt."""
         return sum(part.num_ranks for part in role_nodes(self.nodes.sized(self.config)))
 
     @property
     def resources(self) -> Resources:
+        """The GPUs or cores of the running or next attempt, and the idle nodes."""
         config = self.nodes.sized(self.config)
         return job_resources(config, self.nodes.used.names, self._env, self.nodes.idle)
 
@@ -128,6 +136,10 @@ class SlurmLauncher:
         self.guard.close()
 
     def start(self, attempt: Attempt) -> "RankStep":
+        """Start the ranks of an attempt, by the parents of the last attempt if they wait on the same nodes.
+
+        Otherwise check the nodes and start new parents. Raises HpcdistError if that fails.
+        """
         self.nodes.begin()
         batch_host = self._env.get("SLURMD_NODENAME") or self.nodes.used.names[0]
         self._watchdog.move(batch_host, self.nodes.used.names, self.nodes.answering)
@@ -157,26 +169,24 @@ class SlurmLauncher:
         self.containers.prepare(self._end_orphaned_steps)
         self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
-        if (left := self._end_orphaned_steps()) is not None:
-            raise HpcdistError(left.reason)
-        config, used = self.nodes.sized(self.config), self.nodes.used
+        unkillable = self._end_orphaned_steps()
+        if unkillable is not None:
+            raise HpcdistError(unkillable.reason)
+        config = self.nodes.sized(self.config)
+        used = self.nodes.used
         parts = role_nodes(config)
         hosts = hosts_by_rank(parts, used.names)
-        command = step_command(
-            config,
-            attempt,
-            task_command(self.run, self.config, self._python),
-            self.box,
-            used.names if used.chosen else (),
-            overlap=bool(self.nodes.abandoned),
-        )
+        task = task_command(self.run, self.config, self._python)
+        chosen = used.names if used.chosen else ()
+        command = step_command(config, attempt, task, self.box, chosen, overlap=bool(self.nodes.abandoned))
         is_placed = len(parts) > 1
         env = {**self._env, "HPCDIST_ATTEMPT": str(attempt.number)}
         if is_placed:
             hostfile = attempt.path / "hosts"
             hostfile.write_text("".join(f"{host}\n" for host in hosts))
+            env["SLURM_HOSTFILE"] = str(hostfile)
             # Slurm sorts the nodes of a step: the first one need not be rank 0's.
-            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": hosts[0]}
+            env["HPCDIST_MASTER_ADDR"] = hosts[0]
             # srun would warn that the allocation's value does not fit.
             env.pop("SLURM_NTASKS_PER_NODE", None)
         env = dict(self.containers.env(env))
@@ -230,9 +240,12 @@ class SlurmLauncher:
     def running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer."""
         answers = ranks_on_nodes(self.run, "list", self.nodes.used, self._env)
-        return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
+        if answers.keys() != {*self.nodes.used.names}:
+            return None
+        return set().union(*answers.values())
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        """Run a command on each node and return its output; see `Ranks.examine`."""
         step = nodes_command(self.nodes.used, command)
         done = run_within(step, limit_s, env=self._env, is_enough=lambda _: interrupted())
         return done.stdout + done.stderr
@@ -242,17 +255,15 @@ class SlurmLauncher:
         if self._preflight.failed:
             # No ranks were started on these nodes.
             self.avoid = self._preflight.avoid
-            return f"{', '.join(self.avoid)} avoided from now on" if self.avoid else ""
+            if not self.avoid:
+                return ""
+            return f"{', '.join(self.avoid)} avoided from now on"
         try:
             # Parents that wait for the next attempt have just answered from all nodes.
             if not self.parents_are_idle:
-                # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
-                running_steps(retry_s=client.JOB_RETRY_S)
-                if lost := self._lost_nodes():
-                    # Without an idle replacement it is better to wait until this node is back.
-                    return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
-                if (left := self._end_orphaned_steps()) is not None:
-                    return left.reason + self._avoid(left.nodes)
+                reason = self._broken_step()
+                if reason:
+                    return reason
             names = self.nodes.used.names
             # A crash on the only node may be that of the code.
             blamed = failing_node(self.run, names) if len(names) > 1 else ""
@@ -262,24 +273,38 @@ class SlurmLauncher:
             return str(error)
         return ""
 
+    def _broken_step(self) -> str:
+        """Return why no step can be started on the nodes: lost nodes, or steps that do not end; else ""."""
+        # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
+        running_steps(retry_s=client.JOB_RETRY_S)
+        lost = self._lost_nodes()
+        if lost:
+            # Without an idle replacement it is better to wait until this node is back.
+            avoided = self._avoid(lost, idle_only=True)
+            return f"lost {', '.join(lost)}{avoided}"
+        unkillable = self._end_orphaned_steps()
+        if unkillable is not None:
+            return unkillable.reason + self._avoid(unkillable.nodes)
+        return ""
+
     def _lost_nodes(self) -> list[str]:
         """Return the nodes that do not answer; none if this host does not either, which is not the fault of nodes."""
         names = self.nodes.used.names
-        here = self._env.get("SLURMD_NODENAME", "")
+        this_node = self._env.get("SLURMD_NODENAME", "")
         until = time.monotonic() + CONTROLLER_S
         while True:
-            found = self._ask_nodes(self.nodes.used)
-            if not found.started and here:
+            answers = self._ask_nodes(self.nodes.used)
+            if not answers.started and this_node:
                 # A step with a lost node may start on none.
-                found = self._ask_nodes(JobNodes([here], chosen=True))
-            if found.started:
-                return [node for node in names if node not in found.started]
-            why = last_line(found.errors)
-            may_pass = found.was_killed or not why or _MAY_PASS.search(why) is not None
+                answers = self._ask_nodes(JobNodes([this_node], chosen=True))
+            if answers.started:
+                return [node for node in names if node not in answers.started]
+            why = last_line(answers.errors)
+            may_pass = answers.was_killed or not why or _MAY_PASS.search(why) is not None
             if not may_pass or time.monotonic() > until:
                 log.warning("Slurm starts no step on any node: %s", why or "no message of srun")
                 return []
-            time.sleep(1.0)
+            time.sleep(_ASK_EVERY_S)
 
     def _ask_nodes(self, nodes: JobNodes) -> Answers:
         return ask(nodes_command(nodes, announced(["true"])), nodes.names, NODE_ANSWER_S, env=self._env)
@@ -313,10 +338,15 @@ class RankStep(ParentRanks):
 
     def host_of(self, rank: int) -> str:
         """Return the node of a rank, from its parent, srun's messages or the plan; all nodes of the job if unknown."""
-        planned = self.launcher.hosts[rank] if self.launcher.hosts else os.environ["SLURM_JOB_NODELIST"]
-        return self.parents.hosts.get(rank) or self._seen_hosts.get(rank) or planned
+        host = self.parents.hosts.get(rank) or self._seen_hosts.get(rank)
+        if host:
+            return host
+        if self.launcher.hosts:
+            return self.launcher.hosts[rank]
+        return os.environ["SLURM_JOB_NODELIST"]
 
     def wait(self, timeout_s: float) -> None:
+        """Wait for reports of the parents and for messages of srun; see `ParentRanks.wait`."""
         super().wait(timeout_s)
         with suppress(OSError):  # `Watch` logs an unavailable folder
             self._note_failed_tasks(self._messages.news())
@@ -326,19 +356,26 @@ class RankStep(ParentRanks):
         """Return why a rank does not start: a parent's error, else the last lines of the task's log and of srun."""
         if self._error:
             return self._error
-        of_srun = self._last_line(self.parents.output) or "no output of srun"
-        # Errors before the parent could report any, such as of a missing Python.
-        of_task = self._last_line(self.attempt.log(rank))
-        return f"{of_task} ({of_srun})" if of_task else of_srun
+        srun_message = self._last_line(self.parents.output) or "no output of srun"
+        # An error before the parent could report any, such as a missing Python.
+        task_message = self._last_line(self.attempt.log(rank))
+        if task_message:
+            return f"{task_message} ({srun_message})"
+        return srun_message
 
     def _last_line(self, path: Path) -> str:
-        lines = retry(lambda: last_lines(path, 10), path) if path.exists() else []  # the last ones may be empty
+        """Return the last line of a file that is not empty; "" without a file."""
+        if not path.exists():
+            return ""
+        lines = retry(lambda: last_lines(path, _LAST_LINES), path)
         return last_line("\n".join(text for _, text in lines))
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        """Run a command on each node and return its output; see `Ranks.examine`."""
         return self.launcher.examine(command, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
+        """Kill the ranks, and end their step unless its parents can start another attempt."""
         super().close()
         if not self.launcher.parents_are_idle:
             self.launcher.end_step()
@@ -355,8 +392,8 @@ class RankStep(ParentRanks):
     def _note_end_of_parents(self) -> None:
         retry(lambda: self._note_failed_tasks(self._messages.news()), self.parents.output)
         self._note_failed_tasks([self._last_line(self.parents.output)])  # a killed srun may leave an incomplete line
-        code = self.parents.process.wait()
-        self.exits = {**self.exits, **dict.fromkeys(self.remaining, code or 1)}
+        code = self.parents.process.wait() or 1
+        self.exits = {**self.exits, **dict.fromkeys(self.remaining, code)}
 
     def _query_ranks(self) -> None:
         """Find out whether ranks run after rank 0 has reported its end: srun waits forever for a killed slurmstepd."""
@@ -378,32 +415,38 @@ class RankStep(ParentRanks):
 def job_resources(config: Config, nodes: Sequence[str], env: Mapping[str, str], idle: Sequence[str] = ()) -> Resources:
     """Return the GPUs of a job, or the cores if it has none, on nodes with ranks and on idle ones."""
     parts = role_nodes(config)
-    whole = requested_cluster(config)
-    use_gpus = whole.gpus_per_node > 0
-    own = {host: part for part, names in nodes_by_part(parts, nodes) for host in names}
-    own |= dict.fromkeys(idle, parts[0])
-    cores = _cores_by_node(env)
+    gpus_per_node = requested_cluster(config).gpus_per_node
+    use_gpus = gpus_per_node > 0
+    part_of: dict[str, RoleNodes] = {}
+    for part, part_nodes in nodes_by_part(parts, nodes):
+        part_of |= dict.fromkeys(part_nodes, part)
+    part_of |= dict.fromkeys(idle, parts[0])
     hosts = hosts_by_rank(parts, nodes)
     roles = Roles.of(config.roles, len(hosts))
-    ranks: dict[str, list[int]] = {host: [] for host in own}
+    ranks: dict[str, list[int]] = {host: [] for host in part_of}
     for rank, host in enumerate(hosts):
-        has_gpus = own[host].gpus_per_node and role_device(config, roles.of_rank(rank)[0]) != "cpu"
-        if has_gpus or not use_gpus:
+        role, _ = roles.of_rank(rank)
+        has_gpu = part_of[host].gpus_per_node > 0 and role_device(config, role) != "cpu"
+        if has_gpu or not use_gpus:
             ranks[host].append(rank)
+    cores = _cores_by_node(env)
     shares = {}
-    for host, part in own.items():
+    for host, part in part_of.items():
         if use_gpus:
-            allocated, each = whole.gpus_per_node, 1
+            allocated = gpus_per_node
+            requested = 1
         else:
-            allocated, each = cores.get(host, part.tasks_per_node * part.cpus_per_task), part.cpus_per_task
-        share = min(each, allocated / max(1, len(ranks[host])))
+            allocated = cores.get(host, part.tasks_per_node * part.cpus_per_task)
+            requested = part.cpus_per_task
+        share = min(requested, allocated / max(1, len(ranks[host])))
         shares[host] = NodeShare(allocated=allocated, share=share, ranks=ranks[host])
     return Resources(unit="GPU" if use_gpus else "core", nodes=shares, idle=tuple(idle))
 
 
 def _cores_by_node(env: Mapping[str, str]) -> dict[str, int]:
     """Return the cores of the job on each node; empty if Slurm's variables do not tell them."""
-    nodes, counts = env.get("SLURM_JOB_NODELIST"), env.get("SLURM_JOB_CPUS_PER_NODE")
+    nodes = env.get("SLURM_JOB_NODELIST")
+    counts = env.get("SLURM_JOB_CPUS_PER_NODE")
     if not nodes or not counts:
         return {}
     try:

@@ -37,13 +37,18 @@ WATCH_EVERY_S = 20.0
 
 
 def has_lost_batch_host(record: Mapping[str, str]) -> bool:
+    """Return whether a job runs without the node of its batch step, by the controller's record of the job."""
     if record.get("JobState") != "RUNNING":
         return False
-    host, nodes = parse_text(record.get("BatchHost")), parse_text(record.get("NodeList"))
-    return bool(host and nodes) and host not in expand(nodes)
+    host = parse_text(record.get("BatchHost"))
+    nodes = parse_text(record.get("NodeList"))
+    if not host or not nodes:
+        return False
+    return host not in expand(nodes)
 
 
 def watch(job_id: str) -> None:
+    """Requeue the job when it loses its batch host. Does not return: the process is killed."""
     while True:
         time.sleep(WATCH_EVERY_S)
         try:
@@ -56,6 +61,8 @@ def watch(job_id: str) -> None:
 
 @dataclass(eq=False)
 class WatchdogStep:
+    """The step of the watchdog, which the supervisor moves to another node if necessary."""
+
     job_id: str
     guard: Guard
     _: KW_ONLY
@@ -68,18 +75,26 @@ class WatchdogStep:
         self._node = ""
 
     def move(self, batch_host: str, used: Sequence[str], present: Sequence[str]) -> None:
-        """Let the watchdog run on one of the `present` nodes other than the batch host; none if nodes do not change."""
+        """Let the watchdog run on a node other than the batch host, if there is one.
+
+        Args:
+            used: nodes with ranks.
+            present: nodes on which steps can run; empty if the nodes of the run do not change.
+        """
         others = [node for node in present if node != batch_host]
-        # Nodes with ranks come first: with the loss of one a new attempt begins, and with it a new watchdog.
-        others = [node for node in others if node in used] or others
-        if self._process is not None and (self._process.poll() is not None or self._node not in others):
-            self.close()
-        if self._process is None and others:
-            self._node = others[-1]
+        # Nodes with ranks are preferred: with the loss of one a new attempt begins, and with it a new watchdog.
+        candidates = [node for node in others if node in used] or others
+        if self._process is not None:
+            has_ended = self._process.poll() is not None
+            if has_ended or self._node not in candidates:
+                self.close()
+        if self._process is None and candidates:
+            self._node = candidates[-1]
             command = watchdog_command(self.job_id, self._node)
             self._process = self.guard.start(command, env=self.env, cwd=self.cwd, output=self.output)
 
     def close(self) -> None:
+        """End the watchdog, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -93,6 +108,10 @@ class WatchdogStep:
 
 #: A killed process ends within this time, unless it waits for a device or a file system.
 KILL_S = 5.0
+#: Interval in which the processes that are left are killed again.
+_KILL_EVERY_S = 0.05
+#: Time limit of the step, which starts Python on each node, perhaps from a slow file system.
+_SEARCH_S = 60.0
 
 
 def ranks_on_nodes(
@@ -102,33 +121,39 @@ def ranks_on_nodes(
     if not nodes.names:
         return {}
     command = [sys.executable, "-P", "-m", NODE_STEPS, action, str(run.path)]
-    step = nodes_command(nodes, command if patient else announced(command))
-    # It starts Python on each node, perhaps from a slow file system.
-    found = ask(step, nodes.names, 60.0, env=env, patient=patient)
-    return {node: list(answer["ranks"]) for node, answer in found.by_node.items()}
+    if not patient:
+        command = announced(command)
+    answers = ask(nodes_command(nodes, command), nodes.names, _SEARCH_S, env=env, patient=patient)
+    return {node: list(answer["ranks"]) for node, answer in answers.by_node.items()}
 
 
 def kill_ranks(run: Path, node: str) -> list[int]:
     """Kill the ranks of a run on this node and their child processes; returns the ranks that survive."""
     until = time.monotonic() + KILL_S
-    while (found := find_ranks(run, None, node, parents=True)) and time.monotonic() < until:
-        for process in found:
+    while True:
+        processes = find_ranks(run, None, node, parents=True)
+        if not processes or time.monotonic() >= until:
+            return [process.rank for process in processes]
+        for process in processes:
             for pid in family(process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    return [process.rank for process in found]
+        time.sleep(_KILL_EVERY_S)
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run one of the commands in the description of this module."""
     action, subject = argv
     if action == "watch":
         watch(subject)
-    node, run = os.environ.get("SLURMD_NODENAME", ""), Path(subject)
+    node = os.environ.get("SLURMD_NODENAME", "")
+    run = Path(subject)
     if action == "kill":
-        print_answer({"ranks": sorted(kill_ranks(run, node))})
+        survivors = kill_ranks(run, node)
+        print_answer({"ranks": sorted(survivors)})
     else:
-        print_answer({"ranks": sorted(process.rank for process in find_ranks(run, None, node))})
+        ranks = [process.rank for process in find_ranks(run, None, node)]
+        print_answer({"ranks": sorted(ranks)})
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ ROUNDS = 2
 
 @dataclass(eq=False)
 class Preflight:
+    """The preflight check of one start of a job."""
+
     folder: RunDir
     config: Config
     job: CurrentJob
@@ -51,7 +53,7 @@ class Preflight:
     def __post_init__(self) -> None:
         if self.box is not None:
             self.env = outer_env(self.box, self.env)
-        self._done = self.config.preflight.mode == "off" or len(self.nodes.names) < 2
+        self._done = self.config.preflight.mode == "off" or len(self.nodes.names) <= 1
         #: Nodes that failed and that other nodes can replace.
         self.avoid: list[str] = []
         #: Nodes that failed, unless the check concerns most nodes or `preflight.on_failure` is `stop`.
@@ -66,34 +68,39 @@ class Preflight:
         self._done = True
         began = time.monotonic()
         needs = self._needs()
-        found, asked_at = self._ask(attempt, needs)
+        answers, asked_at = self._ask(attempt, needs)
         if attempt.request.exists():
             # Slurm ends the probes with the job, so missing answers mean nothing. The ranks will stop at once.
             log.info("preflight: skipped, because the run is stopping")
             return
         tasks = expand(self.env["SLURM_JOB_NODELIST"])
-        checks = _find_problems(needs, found, tasks, asked_at)
+        checks = _find_problems(needs, answers, tasks, asked_at)
         seconds = time.monotonic() - began
-        self._write(attempt, found, checks, seconds)
+        self._write(attempt, answers, checks, seconds)
         failures = [check for check in checks if check.level == "failure"]
-        # The first failure ends the run.
-        for check in failures[1:] + [check for check in checks if check.level == "warning"]:
+        warnings = [check for check in checks if check.level == "warning"]
+        # The first failure is in the message of the error.
+        for check in failures[1:] + warnings:
             log.info("preflight: %s: %s", check.level, check.sentence())
         if failures:
             self.failed = True
             raise PreflightError(self._verdict(attempt, failures))
-        for check in [check for check in checks if check.level == "ok"][-1:]:
-            log.info("preflight: %s (%.1f s with srun)", check.text, seconds)
+        passed = [check for check in checks if check.level == "ok"]
+        if passed:
+            log.info("preflight: %s (%.1f s with srun)", passed[-1].text, seconds)
 
     def _needs(self) -> Needs:
-        config, parts = self.config, role_nodes(self.config)
-        gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
+        """Return what the run needs from each node."""
+        config = self.config
+        gpus = 0
+        if config.launch.device != "cpu":
+            # If roles differ, the minimum: no node fails for hardware that its ranks do not need.
+            gpus = min(part.gpus_per_node for part in role_nodes(config))
         return Needs(
             nodes=tuple(self.nodes.names),
             run_folder=str(self.folder.path),
             checkpoint_bytes=newest_checkpoint_bytes(self.folder),
-            # If roles differ, the minimum: no node fails for hardware that its ranks do not need. The nodes count by
-            # NVIDIA's driver.
+            # The nodes count GPUs by NVIDIA's driver.
             gpus_per_node=gpus if config.launch.gpu_type == NVIDIA else 0,
             backend=config.launch.backend_on(gpus=gpus > 0),
             join_s=config.launch.init_timeout_s + self._unpack_s,
@@ -105,7 +112,9 @@ class Preflight:
 
         Killing the step earlier does not end the unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
         """
-        return PROBE_TIMEOUT_S if self.box is not None and self.box.runtime == "pyxis" else 0.0
+        if self.box is None or self.box.runtime != "pyxis":
+            return 0.0
+        return PROBE_TIMEOUT_S
 
     def _ask(self, attempt: Attempt, needs: Needs) -> tuple[Answers, float]:
         """Return the nodes' answers and the time of the question; repeats the step if answers are missing."""
@@ -121,20 +130,23 @@ class Preflight:
                     attempt=attempt.number,
                     join_s=needs.join_s,
                 )
-                command = preflight_command(self.config, self.nodes, probe_command(request, self.python), self.box)
+                probe = probe_command(request, self.python)
+                command = preflight_command(self.config, self.nodes, probe, self.box)
                 asked_at = time.time()
-                found = ask(command, needs.nodes, needs.join_s + STEP_S, env=env)
-                if found.was_killed:
+                answers = ask(command, needs.nodes, needs.join_s + STEP_S, env=env)
+                if answers.was_killed:
                     # Killing srun does not end its tasks.
                     signal_named_steps(PREFLIGHT_STEP, "KILL")
-            if found.by_node.keys() >= set(needs.nodes) or attempt.request.exists():
+            has_all_answers = answers.by_node.keys() >= set(needs.nodes)
+            if has_all_answers or attempt.request.exists():
                 break
-        return found, asked_at
+        return answers, asked_at
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
-        """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
-        more = f" (and {len(failures) - 1} more in {attempt.preflight_text})" if len(failures) > 1 else ""
-        sentence = f"preflight: {failures[0].sentence()}{more}"
+        """Set `blamed` and `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
+        sentence = f"preflight: {failures[0].sentence()}"
+        if len(failures) > 1:
+            sentence += f" (and {len(failures) - 1} more in {attempt.preflight_text})"
         if self.config.preflight.on_failure == "stop":
             return sentence
         blamed = list(dict.fromkeys(check.node for check in failures))
@@ -151,13 +163,14 @@ class Preflight:
         self.avoid = blamed
         return sentence
 
-    def _write(self, attempt: Attempt, found: Answers, checks: Sequence[Check], seconds: float) -> None:
+    def _write(self, attempt: Attempt, answers: Answers, checks: Sequence[Check], seconds: float) -> None:
+        """Write the results to the attempt's folder, as JSON and as text."""
         nodes = self.nodes.names
         report = {
             "seconds": round(seconds, 3),
             "nodes": nodes,
             "checks": [asdict(check) for check in checks],
-            "answers": found.by_node,
+            "answers": answers.by_node,
         }
         lines = [f"preflight of {len(nodes)} nodes ({', '.join(nodes)}), {seconds:.1f} s", ""]
         lines += [f"{check.level:<8} {check.sentence()}" for check in checks]
@@ -168,24 +181,36 @@ class Preflight:
             log.warning("cannot write the result of the preflight check: %s", error)
 
 
-def _find_problems(needs: Needs, found: Answers, tasks: Sequence[str], asked_at: float) -> list[Check]:
-    """Return the checks of the answers, with the errors of nodes that did not; `tasks` has the node of each task."""
-    if not found.by_node:
+def _find_problems(needs: Needs, answers: Answers, tasks: Sequence[str], asked_at: float) -> list[Check]:
+    """Return the checks of the answers, with srun's errors about the nodes that did not answer.
+
+    Args:
+        tasks: the node of each task of the step.
+        asked_at: time of the question, in seconds since the epoch.
+    """
+    if not answers.by_node:
         # The step itself failed, which does not show a problem of the nodes: ranks may still start.
-        why = last_line(found.errors) or "no output of srun"
+        why = last_line(answers.errors) or "no output of srun"
         return [warning("probe", f"no node answered in {ROUNDS} steps: {why}", "the ranks start nevertheless")]
-    checks = check_nodes(needs, found.by_node, asked_at, time.time())
+    checks = check_nodes(needs, answers.by_node, asked_at, time.time())
     # The probe of a node may have ended before its answer, or before it had seen the group.
-    ended = {node: task for task, node in enumerate(tasks) if "group" not in found.by_node.get(node, {})}
+    ended = {node: task for task, node in enumerate(tasks) if "group" not in answers.by_node.get(node, {})}
     with_errors = []
     for check in checks:
         message = ""
         if check.name in ("answer", "group") and check.node in ended:
-            message = last_line(lines_of_task(found.errors, ended[check.node]))
-        with_errors.append(replace(check, text=f"{check.text}: {message}") if message else check)
+            message = last_line(lines_of_task(answers.errors, ended[check.node]))
+        if message:
+            with_errors.append(replace(check, text=f"{check.text}: {message}"))
+        else:
+            with_errors.append(check)
     return with_errors
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:
-    complete = complete_checkpoints(run)
-    return sum(path.stat().st_size for path in complete[-1][1].rglob("*") if path.is_file()) if complete else None
+    """Return the size of the newest complete checkpoint; None if there is none."""
+    checkpoints = complete_checkpoints(run)
+    if not checkpoints:
+        return None
+    _, folder = checkpoints[-1]
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

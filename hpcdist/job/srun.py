@@ -45,10 +45,16 @@ def step_command(
 ) -> list[str]:
     """Return the step that runs the parents of all ranks, on the `chosen` nodes if the allocation may have more.
 
-    srun passes requests and reports between the supervisor and the parents on. The attempt is the first of the ranks.
-    With `overlap` the step may share processors with an earlier one that Slurm cannot end.
+    srun passes requests and reports between the supervisor and the parents on. Raises UserMistake if Slurm cannot write
+    to the attempt's folder.
+
+    Args:
+        attempt: the first attempt of the parents.
+        command: of each task.
+        overlap: the step may share processors with an earlier one that Slurm cannot end.
     """
-    if problem := unusable_path(attempt.path):
+    problem = unusable_path(attempt.path)
+    if problem:
         raise UserMistake(problem)
     parts = role_nodes(config)
     flags = _flags(requested_cluster(config), attempt)
@@ -69,6 +75,7 @@ def _rank_words(command: Sequence[str], box: ContainerSpec | None) -> list[str]:
 
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
+    """Return the options of the step of ranks; those of the config take precedence."""
     return {
         "job-name": step_name(attempt),
         "nodes": cluster.nodes,
@@ -92,11 +99,9 @@ def unusable_path(path: Path) -> str:
     sbatch, srun and submitit replace `%` in the names of output files. `%%` is no escape: Slurm 22.05 makes `%14` of
     `%%j`, and a backslash turns all replacements off, also that of the task's number.
     """
-    return (
-        f"{path}: Slurm replaces % in the names of output files: choose a runs_dir without it"
-        if "%" in str(path)
-        else ""
-    )
+    if "%" not in str(path):
+        return ""
+    return f"{path}: Slurm replaces % in the names of output files: choose a runs_dir without it"
 
 
 def step_name(attempt: Attempt) -> str:
@@ -108,12 +113,17 @@ def rank_env(config: Config) -> dict[str, str]:
     """Return the variables of ranks in addition to the job's. Ranks find their network interfaces themselves."""
     cluster = requested_cluster(config)
     threads = config.launch.num_threads or cluster.cpus_per_task
-    policy = processor_env(threads, use_gpus=cluster.gpus_per_node > 0 and config.launch.device != "cpu")
-    policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
-    return {**policy, **config.cluster.env, **config.launch.env}
+    use_gpus = cluster.gpus_per_node > 0 and config.launch.device != "cpu"
+    env = {
+        name: value
+        for name, value in processor_env(threads, use_gpus=use_gpus).items()
+        if not name.endswith("_SOCKET_IFNAME")
+    }
+    return {**env, **config.cluster.env, **config.launch.env}
 
 
 def watchdog_command(job_id: str, node: str) -> list[str]:
+    """Return the step that runs the watchdog of a job on a node."""
     command = [sys.executable, "-P", "-m", NODE_STEPS, "watch", job_id]
     return ["srun", *task_words([node], command, WATCHDOG_STEP, {"nodelist": node})]
 
@@ -139,12 +149,14 @@ def option_value(value: str) -> str | bool | None:
 
 def exposed_secrets(config: Config) -> list[str]:
     """Return a problem for each secret that would be part of the batch script or of a command line."""
-    keys = [path for path in secret_keys(config) if path[0] in ("cluster", "container") and path[1] != "env"]
-    return [
-        f"{'.'.join(key)} holds a secret, which other users could read in the batch script or on a command line:"
-        f" pass it as an environment variable, such as cluster.env.MY_TOKEN='${{oc.env:MY_TOKEN}}'"
-        for key in keys
-    ]
+    problems = []
+    for path in secret_keys(config):
+        if path[0] in ("cluster", "container") and path[1] != "env":
+            problems.append(
+                f"{'.'.join(path)} holds a secret, which other users could read in the batch script or on a command"
+                " line: pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'"
+            )
+    return problems
 
 
 # The messages of srun.
@@ -157,12 +169,20 @@ _SIGNALS = {str(signal.strsignal(number)): number for number in signal.Signals} 
 
 def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:
     """Return host and exit code (negative: signal) of each task that srun reports as failed, in its order."""
-    found: dict[int, tuple[str, int]] = {}
+    ended: dict[int, tuple[str, int]] = {}
     for match in _TASK_ENDED.finditer(messages):
-        how = match["how"].strip()
-        code = _EXIT_CODE.match(how)
-        number = next((value for name, value in _SIGNALS.items() if how.startswith(name)), None)
-        value = int(code[1]) if code else -number if number is not None else 1
+        code = _exit_code(match["how"].strip())
         for task in expand(f"t[{match['ranks']}]"):
-            found.setdefault(int(task[1:]), (match["host"], value))
-    return found
+            ended.setdefault(int(task[1:]), (match["host"], code))
+    return ended
+
+
+def _exit_code(how: str) -> int:
+    """Return the exit code of a task by srun's text about its end, such as `Killed`; 1 for an unknown text."""
+    match = _EXIT_CODE.match(how)
+    if match:
+        return int(match[1])
+    for name, number in _SIGNALS.items():
+        if how.startswith(name):
+            return -number
+    return 1

@@ -79,11 +79,13 @@ def _submit(
 
 @contextmanager
 def _queued(runs: Sequence[RunDir], job: str, name: str) -> Iterator[None]:
-    """Record runs as queued before their submission in the block; restore their records if there is no job then.
+    """Record runs as queued before their submission in the block; restore their records if the submission fails.
+
+    Raises UserMistake if Slurm rejects the job, and HpcdistError if it does not answer.
 
     Args:
-        job: what is submitted, for the error.
-        name: of the job in Slurm.
+        job: `job` or `job array`, for the error.
+        name: Slurm's name of the job.
     """
     from submitit.core.utils import FailedJobError
 
@@ -110,26 +112,31 @@ def _queued(runs: Sequence[RunDir], job: str, name: str) -> Iterator[None]:
 
 
 def _withdraw(name: str) -> str:
-    """Cancel the jobs with a name, of which one was submitted without an answer; returns a sentence about them."""
+    """Cancel a job whose submission got no answer, found by its name; returns a sentence about it."""
     try:
-        found = client.jobs_named(name, retry_s=FIND_S)
-        for job in found:
-            client.cancel_job(job)
+        job_ids = client.jobs_named(name, retry_s=FIND_S)
+        for job_id in job_ids:
+            client.cancel_job(job_id)
     except SlurmError as error:
-        look, cancel = f"squeue --me --name={name}", f"scancel --user=$USER --name={name}"
+        look = f"squeue --me --name={name}"
+        cancel = f"scancel --user=$USER --name={name}"
         return f"the job may be queued nevertheless ({error}): `{look}` shows it, `{cancel}` cancels it"
-    if not found:
+    if not job_ids:
         return "no job has been queued: submit again"
-    return f"job {', '.join(found)} was queued nevertheless and has been cancelled: submit again"
+    return f"job {', '.join(job_ids)} was queued nevertheless and has been cancelled: submit again"
 
 
 def require_sbatch() -> None:
+    """Raise UserMistake if this machine cannot submit jobs."""
     if shutil.which("sbatch") is None:
         raise UserMistake("sbatch is not installed here: submit from a login node, or show the script with --dry-run")
 
 
 def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> str:
-    """Return Slurm's estimate of the start of a job, without a submission and without side effects."""
+    """Return Slurm's estimate of the start of a job, without a submission and without side effects.
+
+    Raises UserMistake if Slurm rejects the job or does not answer.
+    """
     require_sbatch()
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
     script, _ = render(config, probe, flags)
@@ -146,8 +153,8 @@ def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> st
 # The batch script of a run and its sbatch parameters. Pure functions of the config.
 
 #: The shell of the batch step restarts a supervisor that is killed, by a user or for lack of memory, up to three times:
-#: the allocation still exists, and the ranks continue from the newest checkpoint. It does not after Slurm's SIGTERM.
-#: `|| code=$?` because set-up lines of the site may contain `set -e`.
+#: the allocation still exists, and the ranks continue from the newest checkpoint. After Slurm's SIGTERM it does not
+#: restart the supervisor. `|| code=$?` because set-up lines of the site may contain `set -e`.
 _SUPERVISE = """\
 trap 'left=0' TERM
 supervise() {
@@ -169,42 +176,51 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     cluster = requested_cluster(config)
     names = ("partition", "account", "qos", "mem", "constraint", "exclude")
     optional = {name: getattr(cluster, name) for name in names} | {"gpus_per_node": cluster.gpu_request}
-    most, least = cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes
-    size: dict[str, Any] = {"nodes": most}
-    # The supervisor goes on without a failed node.
-    more: dict[str, Any] = {"no_kill": True} if cluster.outlives_nodes else {}
-    more["requeue"] = True
-    if least == most:
+    most_nodes = cluster.nodes + cluster.spare_nodes
+    fewest_nodes = cluster.fewest_nodes + cluster.spare_nodes
+    size: dict[str, Any] = {"nodes": most_nodes}
+    additional: dict[str, Any] = {}
+    if cluster.outlives_nodes:
+        # The supervisor goes on without a failed node.
+        additional["no_kill"] = True
+    additional["requeue"] = True
+    if fewest_nodes == most_nodes:
         size |= {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
     else:
         # With --ntasks-per-node, Slurm gives the job at most one node for each task of its least number of nodes.
         # submitit computes with the number of nodes, so the range comes as a flag.
-        more |= {"nodes": f"{least}-{most}", "mincpus": cluster.tasks_per_node * cluster.cpus_per_task}
-    flags_of_config = {
-        name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None
-    }
-    # Secrets come from the run folder instead, because Slurm shows batch scripts.
-    hidden = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
-    exports = [
-        f"# The supervisor sets {name} from secrets.json in the run folder"
-        if name in hidden
-        else f"export {name}={shlex.quote(value)}"
-        for name, value in config.cluster.env.items()
-    ]
+        additional["nodes"] = f"{fewest_nodes}-{most_nodes}"
+        additional["mincpus"] = cluster.tasks_per_node * cluster.cpus_per_task
+    for name, text in cluster.sbatch.items():
+        value = option_value(text)
+        if value is not None:
+            additional[name] = value
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
         "time": cluster.time_limit_min,
         **size,
-        "setup": [*exports, *cluster.setup, _SUPERVISE % _PYTHON],
+        "setup": [*_exports(config), *cluster.setup, _SUPERVISE % _PYTHON],
         # The supervisor runs in the batch step and starts the ranks with srun itself.
         "use_srun": False,
         "stderr_to_stdout": True,
         # submitit sets a workload key by default, which clusters that check these keys reject.
         "wckey": None,
         "signal_delay_s": cluster.signal_lead_s,
-        "additional_parameters": {**more, **flags_of_config, **(flags or {})},
+        "additional_parameters": {**additional, **(flags or {})},
     }
+
+
+def _exports(config: Config) -> list[str]:
+    """Return the lines of the batch script that set `cluster.env`, without secrets, because Slurm shows scripts."""
+    secrets = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
+    lines = []
+    for name, value in config.cluster.env.items():
+        if name in secrets:
+            lines.append(f"# The supervisor sets {name} from secrets.json in the run folder")
+        else:
+            lines.append(f"export {name}={shlex.quote(value)}")
+    return lines
 
 
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
@@ -213,7 +229,8 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
 
     folder = run.path / "submitit"
     command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
+    parameters = sbatch_parameters(config, run, flags)
+    script = _make_sbatch_string(command=command, folder=folder, **parameters, **array)
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
     python = IMAGE_PYTHON if box else python_of(config)

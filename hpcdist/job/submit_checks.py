@@ -35,6 +35,8 @@ from hpcdist.slurm.placement import requested_cluster
 
 @dataclass
 class Findings:
+    """The problems that the checks of a submission have found."""
+
     errors: list[str] = field(default_factory=list)  #: prevent the submission
     warnings: list[str] = field(default_factory=list)
     waits_for_nodes: bool = False  #: whether too few nodes are up now
@@ -47,24 +49,25 @@ def requested_partitions(
     if cluster.partition is None:
         return [partition for partition in partitions if partition.facts.get("Default") == "YES"]
     known = {partition.name: partition for partition in partitions}
-    found = []
+    requested = []
     for name in cluster.partition.split(","):
         if name in known:
-            found.append(known[name])
+            requested.append(known[name])
             continue
         hint = suggestion(name, known, f"the cluster has {', '.join(sorted(known))}")
         findings.errors.append(f"cluster.partition={name}: no such partition, {hint}")
-    return found
+    return requested
 
 
 def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], findings: Findings) -> None:
     """Add the findings of the partition that fits best: one that can run the job is enough."""
     results = []
     for partition in partitions:
-        results.append(result := Findings())
+        result = Findings()
         _check_access(cluster, partition, result)
         _check_size(cluster, partition, result)
         _check_nodes(cluster, partition, result)
+        results.append(result)
     if results:
         best = min(results, key=lambda result: (len(result.errors), len(result.warnings)))
         findings.errors += best.errors
@@ -73,73 +76,101 @@ def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], fi
 
 
 def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    name, state, error = partition.name, partition.facts.get("State", "UP"), findings.errors.append
+    name = partition.name
+    state = partition.facts.get("State", "UP")
     if state != "UP":
         findings.warnings.append(f"cluster.partition={name} starts no jobs (state {state}): the run will wait")
     for kind, key, value in (("Accounts", "account", cluster.account), ("Qos", "qos", cluster.qos)):
         allowed = partition.allowed(kind)
         if value is not None and allowed is not None and value not in allowed:
-            error(f"cluster.{key}={value} may not use partition {name}: use {', '.join(allowed)}")
+            findings.errors.append(f"cluster.{key}={value} may not use partition {name}: use {', '.join(allowed)}")
 
 
 def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    name, error = partition.name, findings.errors.append
+    name = partition.name
     max_min = parse_minutes(partition.facts.get("MaxTime", ""))
     if max_min is not None and cluster.time_limit_min > max_min:
-        why = "lower it; a longer run saves, requeues itself and continues"
-        error(f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: {why}")
+        findings.errors.append(
+            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: lower it; a longer"
+            " run saves, requeues itself and continues"
+        )
     total = count_nodes(partition.nodes)
     limit = partition.limit("MaxNodes")
     most = total if limit is None else min(total, limit)
-    asked, fewest = _requested(cluster)
+    fewest = cluster.fewest_nodes + cluster.spare_nodes
     if total and fewest > most:
         why = f"has {total}" if most == total else f"allows {most} per job"
-        error(f"{asked}: partition {name} {why}: lower it or choose another")
+        asked = _fewest_nodes_text(cluster)
+        findings.errors.append(f"{asked}: partition {name} {why}: lower it or choose another")
 
 
-def _requested(cluster: ClusterConfig) -> tuple[str, int]:
-    """Return the keys and values of the least number of nodes that a job needs, and that number."""
-    asked = f"cluster.nodes={cluster.nodes}" if cluster.min_nodes is None else f"cluster.min_nodes={cluster.min_nodes}"
-    spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
-    return asked + spare, cluster.fewest_nodes + cluster.spare_nodes
+def _fewest_nodes_text(cluster: ClusterConfig) -> str:
+    """Return the keys and values that make the least number of nodes that a job needs."""
+    text = f"cluster.nodes={cluster.nodes}"
+    if cluster.min_nodes is not None:
+        text = f"cluster.min_nodes={cluster.min_nodes}"
+    if cluster.spare_nodes:
+        text += f" and cluster.spare_nodes={cluster.spare_nodes}"
+    return text
 
 
 def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    name, nodes, gpus, kind = partition.name, partition.nodes, cluster.gpus_per_node, cluster.gpu_type
+    """Compare the requested hardware with that of the nodes. Partitions without nodes have no findings."""
+    nodes = partition.nodes
+    if not nodes:
+        return
+    name = partition.name
+    kind = cluster.gpu_type
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
-    memory = parse_memory_mb(cluster.mem or "0") or 0
-    types = ", ".join(sorted({own for group in nodes for own in group.gpu_types})) or "none"
-    unit = f"GPUs of type {kind} (its types: {types})" if kind else "GPUs"
-    most_gpus = max((group.gpus_of(kind) for group in nodes), default=0)
+    gpus = cluster.gpus_per_node
+    memory_mb = parse_memory_mb(cluster.mem or "0") or 0
     tasks = f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}"
+    gpu_unit = f"GPUs of type {kind} (its types: {_gpu_types(partition)})" if kind else "GPUs"
+    requests = (
+        (tasks, cpus, max(group.cpus for group in nodes), "cores"),
+        (f"cluster.gpus_per_node={cluster.gpu_request}", gpus, max(group.gpus_of(kind) for group in nodes), gpu_unit),
+        (f"cluster.mem={cluster.mem}", memory_mb, max(group.memory_mb for group in nodes), "MiB"),
+    )
     too_large = [
         f"{request}: partition {name} offers at most {most} {unit} per node: lower it or choose another"
-        for request, requested, most, unit in (
-            (tasks, cpus, max((group.cpus for group in nodes), default=0), "cores"),
-            (f"cluster.gpus_per_node={cluster.gpu_request}", gpus, most_gpus, unit),
-            (f"cluster.mem={cluster.mem}", memory, max((group.memory_mb for group in nodes), default=0), "MiB"),
-        )
-        if nodes and requested > most
+        for request, requested, most, unit in requests
+        if requested > most
     ]
     findings.errors += too_large
-    asked, fewest = _requested(cluster)
+    fewest = cluster.fewest_nodes + cluster.spare_nodes
     if too_large or fewest > count_nodes(nodes):
         return
-    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus_of(kind) >= gpus and g.memory_mb >= memory]
-    total, up = count_nodes(fitting), count_nodes([group for group in fitting if group.usable])
-    if fewest > total:
-        why = f"{total} nodes of partition {name} have the requested hardware: lower the number or the request"
-        findings.errors.append(f"{asked}: {why}")
-    elif fewest > up:
-        findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
+    fitting = [
+        group for group in nodes if group.cpus >= cpus and group.gpus_of(kind) >= gpus and group.memory_mb >= memory_mb
+    ]
+    num_fitting = count_nodes(fitting)
+    num_up = count_nodes([group for group in fitting if group.usable])
+    if fewest > num_fitting:
+        why = f"{num_fitting} nodes of partition {name} have the requested hardware: lower the number or the request"
+        findings.errors.append(f"{_fewest_nodes_text(cluster)}: {why}")
+    elif fewest > num_up:
+        findings.warnings.append(
+            f"only {num_up} of the {num_fitting} matching nodes of {name} are up: the run will wait"
+        )
         findings.waits_for_nodes = True
+
+
+def _gpu_types(partition: Partition) -> str:
+    """Return the names of the types of GPUs in a partition, for a message."""
+    types: set[str] = set()
+    for group in partition.nodes:
+        types.update(group.gpu_types)
+    return ", ".join(sorted(types)) or "none"
 
 
 def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:
     """Add the finding about a runs folder that the nodes do not see, or may not see."""
-    private = next((place for place in PRIVATE if runs_dir.resolve().is_relative_to(place)), None)
+    folder = runs_dir.resolve()
+    private = next((place for place in PRIVATE if folder.is_relative_to(place)), None)
     if file_system in IN_MEMORY or (private is not None and file_system in LOCAL):
-        reason = f"each machine has its own {private}" if private else f"{file_system} is in this machine's memory"
+        reason = f"{file_system} is in this machine's memory"
+        if private:
+            reason = f"each machine has its own {private}"
         findings.errors.append(
             f"runs_dir={runs_dir}: {reason}, and the nodes would not see the run folder:"
             " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system"
@@ -184,46 +215,66 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     """Return a problem for each flag that another key of the config or hpcdist itself sets."""
     # hpcdist sets these only for a run that may lose nodes, or with a range of nodes.
     is_set = {"no-kill": cluster.outlives_nodes, "mincpus": cluster.fewest_nodes < cluster.nodes}
-    return [
-        f"cluster.{program}.{flag}{problem}"
-        for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
-        for flag in flags
-        if (problem := _conflict(program, flag)) and is_set.get(flag.replace("_", "-"), True)
-    ]
+    problems = []
+    for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun)):
+        for flag in flags:
+            problem = _conflict(program, flag)
+            if problem and is_set.get(flag.replace("_", "-"), True):
+                problems.append(f"cluster.{program}.{flag}{problem}")
+    return problems
+
+
+#: An entry of --gres that requests GPUs.
+_GPU_GRES = re.compile(r"(^|,)\s*(gres[:/])?gpu(?=[:=,]|$)")
 
 
 def gpu_conflicts(cluster: ClusterConfig, env: Mapping[str, str]) -> list[str]:
     """Return a problem for each option or variable with which Slurm 26.05 refuses --gpus-per-node."""
-    asked = f"cluster.gpus_per_node={cluster.gpu_request}" if cluster.gpus_per_node else "SBATCH_GPUS_PER_NODE"
-    if not cluster.gpus_per_node and "SBATCH_GPUS_PER_NODE" not in env:
+    if cluster.gpus_per_node:
+        asked = f"cluster.gpus_per_node={cluster.gpu_request}"
+    elif "SBATCH_GPUS_PER_NODE" in env:
+        asked = "SBATCH_GPUS_PER_NODE"
+    else:
         return []
-    given = {f"cluster.{name}.gres": getattr(cluster, name).get("gres", "") for name in ("sbatch", "srun")}
-    given |= {f"{name} in your environment": env.get(name, "") for name in ("SBATCH_GRES", "SLURM_GRES")}
+    given = {
+        "cluster.sbatch.gres": cluster.sbatch.get("gres", ""),
+        "cluster.srun.gres": cluster.srun.get("gres", ""),
+        "SBATCH_GRES in your environment": env.get("SBATCH_GRES", ""),
+        "SLURM_GRES in your environment": env.get("SLURM_GRES", ""),
+    }
     return [
         f"{place} ({value}) requests GPUs beside {asked}, which Slurm refuses:"
         " remove it; cluster.gpus_per_node: a100:4 requests a type"
         for place, value in given.items()
-        if re.search(r"(^|,)\s*(gres[:/])?gpu(?=[:=,]|$)", value)  # an entry of --gres
+        if _GPU_GRES.search(value)
     ]
 
 
 def _conflict(program: str, flag: str) -> str:
+    """Return the end of a sentence that explains why a flag must not be set; "" if it may be."""
     name = flag.replace("_", "-")
-    keys, reserved = (_SBATCH_KEYS, _SBATCH_RESERVED) if program == "sbatch" else (_SRUN_KEYS, _SRUN_RESERVED)
+    if program == "sbatch":
+        keys, reserved = _SBATCH_KEYS, _SBATCH_RESERVED
+    else:
+        keys, reserved = _SRUN_KEYS, _SRUN_RESERVED
     if name in keys:
         return f" repeats a key of the config: use {keys[name]}"
-    return f": hpcdist controls --{name}: remove it" if name in reserved else ""
+    if name in reserved:
+        return f": hpcdist controls --{name}: remove it"
+    return ""
 
 
 def rejected_flags(flags: Mapping[str, str]) -> list[str]:
     """Return a problem for each flag that srun does not know; sbatch reports its own."""
-    values = {flag: option_value(value) for flag, value in flags.items() if not _conflict("srun", flag)}
-    errors = {flag: srun_option_error(flag, value) for flag, value in values.items() if value is not None}
-    return [
-        f"cluster.srun.{flag}={flags[flag]}: srun rejects it: {error}"
-        for flag, error in errors.items()
-        if error is not None
-    ]
+    problems = []
+    for flag, text in flags.items():
+        value = option_value(text)
+        if value is None or _conflict("srun", flag):
+            continue
+        error = srun_option_error(flag, value)
+        if error is not None:
+            problems.append(f"cluster.srun.{flag}={text}: srun rejects it: {error}")
+    return problems
 
 
 # The checks of a submission.
@@ -234,7 +285,8 @@ def rejected_flags(flags: Mapping[str, str]) -> list[str]:
 
 def check_config(config: Config, cwd: Path | None) -> None:
     """Check a config without a cluster; `cwd` as for `check_submission`. Raises ConfigError with all problems."""
-    if problems := _config_problems(config, cwd):
+    problems = _config_problems(config, cwd)
+    if problems:
         raise ConfigError(*problems)
 
 
@@ -263,7 +315,9 @@ def check_submission(
     if not of_container:
         # Forced where only the nodes can start the image, such as one for another processor architecture.
         findings.errors += image_problems(config, folder, os.environ)
-    blocking = problems + ([] if force else findings.errors)
+    blocking = list(problems)
+    if not force:
+        blocking += findings.errors
     estimate = ""
     if not problems:
         try:
@@ -273,36 +327,37 @@ def check_submission(
             # `sbatch --test-only` refuses what sbatch accepts: a job that waits for its reservation, or for nodes.
             later = _reservation_begins(config.cluster) if "Invalid time specified" in rejection else ""
             waits = findings.waits_for_nodes and "Requested node configuration is not available" in rejection
+            is_about_account = rejection != str(error)
             if later:
                 findings.warnings.append(later)
             elif force:
                 findings.warnings.append(rejection)
-            # Problems that these checks have found are more precise than Slurm's reason, except about accounts.
-            elif rejection != str(error) or not (blocking or waits):
-                blocking = [*blocking, rejection]
+            elif is_about_account or not (blocking or waits):
+                # Otherwise the problems that these checks have found are more precise than Slurm's reason.
+                blocking.append(rejection)
     if blocking:
         raise ConfigError(*blocking)
     return findings.errors + findings.warnings, estimate
 
 
 def _check_cluster(config: Config, missing_data: str) -> Findings:
+    """Compare a config with the cluster, this machine and earlier runs."""
     findings = Findings()
     requested: list[Partition] = []
     with suppress(SlurmError):  # sbatch reports it
         cluster = requested_cluster(config)
         requested = requested_partitions(cluster, client.partitions(), findings)
         check_partitions(cluster, requested, findings)
-    if config.cluster.qos is not None:
-        # Without enforced limits Slurm accepts a job with an unknown QOS and never starts it.
-        with suppress(SlurmError):  # a cluster without accounting
-            known = client.qos_names()
-            if known and config.cluster.qos not in known:
-                findings.errors.append(
-                    f"cluster.qos={config.cluster.qos}: no such QOS, the cluster has {', '.join(known)}"
-                )
-    nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
-    if nodes != {socket.gethostname().partition(".")[0]}:
-        check_runs_dir(Path(config.runs_dir), mount_of(Path(config.runs_dir))[0], findings)
+    _check_qos(config.cluster.qos, findings)
+    nodes: set[str] = set()
+    for partition in requested:
+        for group in partition.nodes:
+            nodes.update(expand(group.names))
+    this_machine = socket.gethostname().partition(".")[0]
+    if nodes != {this_machine}:
+        runs_dir = Path(config.runs_dir)
+        file_system = mount_of(runs_dir)[0]
+        check_runs_dir(runs_dir, file_system, findings)
     _check_run(config, missing_data, findings)
     findings.errors += module_problems(config, os.environ)
     missing_torch = torch_problems(config, {**os.environ, **config.cluster.env}, on_slurm=True)
@@ -310,18 +365,32 @@ def _check_cluster(config: Config, missing_data: str) -> Findings:
         findings.warnings += missing_torch
     else:
         findings.errors += missing_torch
-    if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
+    inherited = sorted(name for name in os.environ if name.startswith("SBATCH_"))
+    if inherited:
         findings.warnings.append(
             f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"
         )
     return findings
 
 
+def _check_qos(qos: str | None, findings: Findings) -> None:
+    """Add an error for an unknown QOS: without enforced limits Slurm accepts such a job and never starts it."""
+    if qos is None:
+        return
+    with suppress(SlurmError):  # a cluster without accounting
+        known = client.qos_names()
+        if known and qos not in known:
+            findings.errors.append(f"cluster.qos={qos}: no such QOS, the cluster has {', '.join(known)}")
+
+
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
+    """Return the problems of a config that can be found without a cluster."""
     cluster = requested_cluster(config)
     problems = conflicting_flags(cluster) + gpu_conflicts(cluster, os.environ) + exposed_secrets(config)
     folder = Path(config.runs_dir).absolute() / config.experiment / (config.name or "")
-    problems += filter(None, [unusable_path(folder)])
+    path_problem = unusable_path(folder)
+    if path_problem:
+        problems.append(path_problem)
     if cluster.mem is not None and parse_memory_mb(cluster.mem) is None:
         problems.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
     try:
@@ -341,36 +410,46 @@ def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
         names = client.user_accounts(user_of(os.geteuid()))
     except SlurmError:
         names = []
-    return f"{setting}: {reason}" + (f"; your accounts are {', '.join(names)}" if names else "")
+    if not names:
+        return f"{setting}: {reason}"
+    return f"{setting}: {reason}; your accounts are {', '.join(names)}"
 
 
 def _reservation_begins(cluster: ClusterConfig) -> str:
     """Return a warning if the job waits for its reservation, which begins later and is long enough; else ""."""
     name = cluster.sbatch.get("reservation", "")
+    if not name:
+        return ""
     try:
-        began, ended = client.reservation_times(name) if name else (None, None)
+        begin, end = client.reservation_times(name)
     except SlurmError:
         return ""
-    if began is None or ended is None or began <= time.time() or ended - began < 60 * cluster.time_limit_min:
+    if begin is None or end is None:
         return ""
-    clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(began))
+    is_long_enough = end - begin >= 60 * cluster.time_limit_min
+    if begin <= time.time() or not is_long_enough:
+        return ""
+    clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(begin))
     return f"cluster.sbatch.reservation={name} begins at {clock}: the run will wait until then"
 
 
 def _check_run(config: Config, missing_data: str, findings: Findings) -> None:
+    """Check the times, the batch size and the data of the run."""
     cluster = config.cluster
-    lead, limit_s = cluster.signal_lead_s, cluster.time_limit_min * 60
-    if lead >= limit_s:
+    lead_s = cluster.signal_lead_s
+    limit_s = cluster.time_limit_min * 60
+    if lead_s >= limit_s:
         findings.errors.append(
-            f"cluster.signal_lead_s={lead}: the run would be stopped at its start, because cluster.time_limit_min="
+            f"cluster.signal_lead_s={lead_s}: the run would be stopped at its start, because cluster.time_limit_min="
             f"{cluster.time_limit_min} is {limit_s} s: lower the first or raise the second"
         )
     save_s, name = longest_save(Path(config.runs_dir) / config.experiment)
     # The ranks may be saving already when the signal arrives, and then save again.
-    if lead < 2 * save_s:
+    least_lead_s = 2 * save_s
+    if lead_s < least_lead_s:
         findings.warnings.append(
-            f"cluster.signal_lead_s={lead}: run {name} needed {save_s:.0f} s for a checkpoint:"
-            f" set at least twice that, cluster.signal_lead_s={2 * save_s:.0f}"
+            f"cluster.signal_lead_s={lead_s}: run {name} needed {save_s:.0f} s for a checkpoint:"
+            f" set at least twice that, cluster.signal_lead_s={least_lead_s:.0f}"
         )
     if cluster.fewest_nodes < cluster.nodes and config.data.global_batch_size is None and not config.trainer.script:
         findings.warnings.append(
@@ -378,14 +457,18 @@ def _check_run(config: Config, missing_data: str, findings: Findings) -> None:
             " training, depends on the number of nodes"
         )
     if missing_data and not config.trainer.script:
-        if config.data.name != "image_folder":
-            findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
-        else:
+        if config.data.name == "image_folder":
             fix = "put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
             findings.errors.append(f"{missing_data}: {fix}")
+        else:
+            findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
 
 
 def longest_save(experiment: Path) -> tuple[float, str]:
+    """Return the longest time, in seconds, in which a run of an experiment has saved a checkpoint, and the run's name.
+
+    Without checkpoints the time is 0 and the name is empty.
+    """
     saves = []
     for path in experiment.glob("*/checkpoints/step-*/manifest.json"):
         with suppress(RunFolderError, OSError):  # damaged files of other runs do not matter here
