@@ -413,10 +413,10 @@ class CurrentJob:
 
     def release_other_nodes(self) -> None:
         """Give back all nodes but the one of the batch step. Nodes that Slurm refuses to take stay with the job."""
-        own = os.environ.get("SLURMD_NODENAME", "")
-        if not own or len(self.nodes) == 1:
+        this_node = os.environ.get("SLURMD_NODENAME", "")
+        if not this_node or len(self.nodes) == 1:
             return
-        command = ("scontrol", "update", f"JobId={self.id}", f"NodeList={own}")
+        command = ("scontrol", "update", f"JobId={self.id}", f"NodeList={this_node}")
         try:
             # scontrol writes scripts with the variables of the smaller job to its folder. They are not used.
             with tempfile.TemporaryDirectory() as folder:
@@ -448,7 +448,9 @@ def _restart_count(record: Mapping[str, str]) -> int:
 
 def _expand_nodes(text: str | None) -> tuple[str, ...]:
     nodes = parse_text(text)
-    return tuple(expand(nodes)) if nodes else ()
+    if not nodes:
+        return ()
+    return tuple(expand(nodes))
 
 
 def running_steps(*, retry_s: float = 0.0) -> dict[str, str]:
@@ -513,7 +515,8 @@ def end_orphaned_steps(
     nodes = tuple(kill_ranks())
     if nodes:
         steps = _end(names, UNKILLABLE_S, abandoned)
-        nodes = tuple(kill_ranks()) if steps else ()
+        if steps:
+            nodes = tuple(kill_ranks())
     if not steps:
         return None
     step_id, name = next(iter(steps.items()))

@@ -82,7 +82,9 @@ def task_words(nodes: Sequence[str], command: Sequence[str], name: str, flags: M
 
 def nodes_command(nodes: JobNodes, command: Sequence[str]) -> list[str]:
     """Return the step that runs a command on each node of the current job."""
-    flags = {"nodelist": ",".join(nodes.names) if nodes.chosen else None}
+    flags = {}
+    if nodes.chosen:
+        flags["nodelist"] = ",".join(nodes.names)
     return ["srun", *task_words(nodes.names, command, NODES_STEP, flags)]
 
 

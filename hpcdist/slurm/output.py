@@ -110,7 +110,9 @@ def parse_seconds(text: str) -> int | None:
     if match is None:
         return None
     number = int(match["number"])
-    return number * 60 if match["unit"] == "min" else number
+    if match["unit"] == "min":
+        return 60 * number
+    return number
 
 
 #: MiB of the units of memory sizes; a number without a unit is in MiB.
@@ -170,8 +172,10 @@ class NodeGroup:
     names: str  #: nodelist as Slurm writes it, `n[1-4]`
 
     def gpus_of(self, kind: str | None) -> int:
-        """Return the number of GPUs of a type, or of all types."""
-        return self.gpus if kind is None else self.gpu_types.get(kind, 0)
+        """Return the number of GPUs of a type; for None, that of all types."""
+        if kind is None:
+            return self.gpus
+        return self.gpu_types.get(kind, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +221,7 @@ def is_usable(state: str) -> bool:
 
 
 def count_nodes(groups: Iterable[NodeGroup]) -> int:
+    """Return the number of nodes in all groups."""
     return sum(group.num_nodes for group in groups)
 
 
@@ -453,19 +458,26 @@ def _job_info(job_id: str, facts: Mapping[str, str], **more: Any) -> JobInfo:
     """Return a job from facts with scontrol's names."""
     state = facts.get("JobState", "")
     reason = facts.get("Reason", "")
-    # A cancelled or completed job keeps the reason that it was pending for.
-    has_reason = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and reason not in _REDUNDANT_REASONS)
-    codes = re.fullmatch(r"(?P<exit>[0-9]{1,9}):(?P<signal>[0-9]{1,9})", facts.get("ExitCode", ""))
+    explains_failure = state in ("FAILED", "BOOT_FAIL") and reason not in _REDUNDANT_REASONS
+    if state not in WAITING and not explains_failure:
+        # A cancelled or completed job keeps the reason that it was pending for.
+        reason = ""
+    exit_code = 0
+    signal = 0
+    codes = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", facts.get("ExitCode", ""))
+    if codes:
+        exit_code = int(codes[1])
+        signal = int(codes[2])
     return JobInfo(
         id=job_id,
         name=facts.get("JobName", ""),
         state=state or "UNKNOWN",
-        reason=parse_text(reason) if has_reason else "",
+        reason=parse_text(reason),
         submitted=parse_time(facts.get("SubmitTime")),
         started=parse_time(facts.get("StartTime")),
         ended=parse_time(facts.get("EndTime")),
-        exit_code=int(codes["exit"]) if codes else 0,
-        signal=int(codes["signal"]) if codes else 0,
+        exit_code=exit_code,
+        signal=signal,
         nodes=parse_text(facts.get("NodeList")),
         **more,
     )
@@ -533,15 +545,18 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
     gpus = re.search(r"(?:^|,)gres/gpu=([0-9]{1,9})(?:,|$)", row["AllocTRES"])
     # Slurm without an energy plugin reports 0.
     energy = parse_count(row["ConsumedEnergyRaw"]) or None
+    queue_s = 0.0
+    if submitted is not None:
+        queue_s = max(0.0, began - submitted)
     return AccountedStart(
         name=row["JobName"],
         began=began,
         ended=parse_time(row["End"]),
-        queue_s=max(0.0, began - submitted) if submitted is not None else 0.0,
+        queue_s=queue_s,
         nodes=parse_text(row["NodeList"]),
         cores=cores,
         gpus=int(gpus[1]) if gpus else 0,
-        energy_j=None if energy is None else float(energy),
+        energy_j=float(energy) if energy is not None else None,
         state=row["State"].partition(" ")[0],  # without `by UID`
     )
 

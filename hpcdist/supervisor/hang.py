@@ -63,7 +63,7 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, parents: bool 
     """Return this user's processes on this machine that are ranks of a run, sorted by rank.
 
     A rank is identified by its command line and environment, and a forked rank by its process name. The children that
-    a rank forks have the same ones, so a process whose parent is a rank does not count.
+    a rank forks inherit all of these, so a process whose parent is a rank does not count.
 
     Args:
         attempt: number of the attempt; None for the ranks of all attempts.
@@ -137,8 +137,10 @@ class Frame(NamedTuple):
 
     def text(self) -> str:
         """Return such as `all_reduce (torch/distributed/distributed_c10d.py:4181)` or `train (counting.py:29)`."""
-        library = _ROOT.sub("", self.file)
-        name = library if library != self.file else self.file.rpartition("/")[2]
+        name = _ROOT.sub("", self.file)
+        if name == self.file:
+            # Not below a folder of packages: user code.
+            name = self.file.rpartition("/")[2]
         return f"{self.function} ({name}:{self.line})"
 
 
@@ -246,10 +248,11 @@ def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
 
 def _numbered_operation(entry: Mapping[str, Any]) -> tuple[int, str]:
     """Return sequence number and operation of a call, such as `all_reduce [4096]`, which has the size of its input."""
-    name = str(entry["profiling_name"]).rpartition(":")[2]
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
     all_sizes = entry.get("input_sizes") or [[]]
     sizes = "×".join(str(size) for size in all_sizes[0])
-    operation = f"{name} [{sizes}]" if sizes else name
+    if sizes:
+        operation += f" [{sizes}]"
     return int(entry["collective_seq_id"]), operation
 
 
@@ -261,9 +264,9 @@ def _is_pending(entry: Mapping[str, Any]) -> bool:
 def compare_calls(calls: Mapping[int, Sequence[Calls]]) -> tuple[set[int], list[str]]:
     """Return the ranks that have not called a collective that others wait in, and sentences on differences.
 
-    For each group there is one sentence at most of each kind: ranks call different collectives under one sequence
-    number, since their code paths differ, or have not called one. A rank without any call in a group is not known to
-    belong to it.
+    For each group there are at most two sentences. The first one names ranks that call different collectives under one
+    sequence number, because their code paths differ. The second one names ranks that have not called a collective. A
+    rank without any call in a group is ignored, because it may not belong to the group.
 
     Args:
         calls: the last calls of each rank.
@@ -350,11 +353,12 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
     return text
 
 
-# Snapshots of the ranks on one node. Ranks print their stacks on SIGUSR1 from the supervisor; a stopped rank cannot.
+# Snapshots of the ranks on one node. The supervisor sends SIGUSR1, on which ranks print their stacks. Stopped ranks
+# cannot print.
 
 #: Time for ranks to print their stacks and write their collectives.
 PRINT_S = 4.0
-#: Stacks and records before the examination by more than this time belong to an earlier one.
+#: Stacks and records that are older than this belong to an earlier examination.
 _RECENT_S = 60.0
 #: Interval of looks at files that another process writes, which no event announces.
 _POLL_S = 0.05
@@ -379,6 +383,7 @@ class RankSnapshot:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether the process cannot run, whatever its code does."""
         return self.state in CANNOT_RUN
 
     def row(self) -> str:
@@ -415,7 +420,12 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
         if not state:
             continue  # the process has ended by itself
         frames, text = _stack(attempt, process.rank, since)
+        calls: list[Calls] = []
+        pending_s = 0.0
         record = _flight_record(attempt, process.rank, since)
+        if record is not None:
+            calls = calls_of(record["recorders"])
+            pending_s = _pending_s(record)
         snapshots.append(
             RankSnapshot(
                 rank=process.rank,
@@ -424,8 +434,8 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
                 state=state,
                 frames=tuple(frames),
                 text=text[:_TEXT_CHARS],
-                calls=tuple(calls_of(record["recorders"])) if record else (),
-                pending_s=_pending_s(record) if record else 0.0,
+                calls=tuple(calls),
+                pending_s=pending_s,
             )
         )
     return snapshots
@@ -547,15 +557,21 @@ def _by_location(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
 def _location_text(snapshot: RankSnapshot) -> str:
     state = f"state {snapshot.state}"
     location = location_of(snapshot.frames)
+    if not location:
+        return state if snapshot.is_stopped else f"no stack, {state}"
     if snapshot.is_stopped:
-        return f"{state} at {location}" if location else state
-    return f"in {location}" if location else f"no stack, {state}"
+        return f"{state} at {location}"
+    return f"in {location}"
 
 
 def _suspects(
     snapshots: Mapping[int, RankSnapshot], groups: Mapping[str, Sequence[int]], absent: Collection[int]
 ) -> tuple[int, ...]:
-    """Return the ranks that cannot run; else those that have not called a collective; else a small minority."""
+    """Return the ranks that the others seem to wait for.
+
+    These are the ranks that cannot run. Without such ranks, they are the ranks that have not called a collective, and
+    otherwise a small minority at other locations than the majority.
+    """
     stopped = [rank for rank, snapshot in snapshots.items() if snapshot.is_stopped]
     if stopped:
         return tuple(stopped)
@@ -568,7 +584,9 @@ def _suspects(
     minority = sorted(rank for ranks in others for rank in ranks)
     is_small = len(majority) > 2 * len(minority)
     is_single = len(majority) > 1 and len(minority) == 1
-    return tuple(minority) if is_small or is_single else ()
+    if not is_small and not is_single:
+        return ()
+    return tuple(minority)
 
 
 def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, all_seen: bool) -> str:

@@ -43,7 +43,8 @@ class Machine:
     def inspect(cls, env: Mapping[str, str]) -> Self:
         """Count cores, and GPUs by CUDA_VISIBLE_DEVICES or else by the driver, without torch."""
         selected = selected_gpus(env)
-        return cls(num_cpus=num_cores(), num_gpus=count_gpus() if selected is None else len(selected))
+        num_gpus = count_gpus() if selected is None else len(selected)
+        return cls(num_cpus=num_cores(), num_gpus=num_gpus)
 
 
 @dataclass(frozen=True, kw_only=True)

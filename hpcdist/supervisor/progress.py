@@ -51,8 +51,8 @@ class ProgressMonitor:
     The cost of a check does not depend on the number of ranks: it covers some of them in turn (`num_due_ranks`). For
     plain scripts the size of the log counts as progress as well, since few of them write heartbeats.
 
-    A rank of a trainer that reports each step must go on doing so. All other ranks may be silent as long as one of them
-    makes progress, since often rank 0 alone prints and logs.
+    A rank counts as hung if its trainer reports each step and stops doing so. All other ranks may be silent as long as
+    one of them makes progress, since often rank 0 alone prints and logs.
 
     Attributes:
         unavailable_until: last time at which the attempt's folder was unavailable; missing heartbeats before it are no
@@ -75,8 +75,10 @@ class ProgressMonitor:
         self._last_check = self._last_progress = now
         self._shown: object = None
         self._diverged = ""
-        is_own = self._is_script or find_trainer(config.trainer.target) is None
-        self._output = LogTail(attempt.log(0)) if is_own else None
+        #: Output of a script or of the user's own trainer; None for a trainer of hpcdist.
+        self._output: LogTail | None = None
+        if self._is_script or find_trainer(config.trainer.target) is None:
+            self._output = LogTail(attempt.log(0))
         self._hides_output = False
         self.unavailable_until = now
 
@@ -103,7 +105,9 @@ class ProgressMonitor:
     def show(self) -> None:
         """Report a changed heartbeat of rank 0 and, for a script or an own trainer, its new output."""
         try:
-            log_sign = _size_and_time(self._attempt.log(0)) if self._output is not None else None
+            log_sign = None
+            if self._output is not None:
+                log_sign = _size_and_time(self._attempt.log(0))
             sign = self._sign(0), log_sign
             if sign == self._shown:
                 return
@@ -202,10 +206,12 @@ class ProgressMonitor:
     def _last_sign(self, rank: int) -> tuple[float, float]:
         """Return the time of a rank's last heartbeat, 0 without one, and that of its last progress, for comparisons."""
         _, since = self._signs[rank]
-        beat = None if self._is_script else read_json(self._attempt.beat(rank))
-        if not beat:
-            return 0.0, since
-        return float(beat["time"]), since
+        beat_time = 0.0
+        if not self._is_script:
+            beat = read_json(self._attempt.beat(rank))
+            if beat:
+                beat_time = float(beat["time"])
+        return beat_time, since
 
     def _sign(self, rank: int) -> object:
         """Return a value that changes with a rank's progress: of its heartbeat file, and of a plain script's log."""
@@ -279,6 +285,7 @@ class Part(NamedTuple):
 
     @property
     def own_s(self) -> float:
+        """Seconds per step in which the rank does not wait for others."""
         return self.data_s + self.compute_s
 
 
@@ -292,6 +299,7 @@ class Window(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
+        """Whether the node or rank is a straggler in this window."""
         excess_s = self.own.own_s - self.others.own_s
         least_s = max(SLOWER * self.others.own_s, MIN_SHARE * self.own.step_s)
         return excess_s > 0 and excess_s >= least_s
@@ -338,7 +346,9 @@ def _describe(place: str, host: str, windows: Sequence[Window], others: str) -> 
         hint = f"check how fast {host} reads its data, and whether its data workers have free cores (`top`)"
     if place == host:
         hint += f"; `cluster.exclude={host}` leaves it out"
-    slower = f"{100 * excess_s / other.own_s:.0f} % slower" if other.own_s else "slower"
+    slower = "slower"
+    if other.own_s:
+        slower = f"{100 * excess_s / other.own_s:.0f} % slower"
     over_s = windows[-1].until - windows[0].since
     return (
         f"{place} is {slower} than {others} ({', '.join(figures)})"

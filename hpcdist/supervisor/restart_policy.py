@@ -43,8 +43,11 @@ class Failure:
         text += f" on {self.host} "
         if self.kind in _RAISED:
             text += "failed with "
-        # To errors of CUDA, torch adds lines of advice.
-        text += self.error.partition("\n")[0] if self.kind == "error" else self.error
+        error = self.error
+        if self.kind == "error":
+            # To errors of CUDA, torch adds lines of advice.
+            error = error.partition("\n")[0]
+        text += error
         if self.step and self.kind in _UNREPORTED:
             text += f", last heartbeat at step {self.step}"
         elif self.step:
@@ -171,8 +174,9 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
     if len(absent) == num_ranks:
         return Failure(kind="not_started", rank=0, host="", step=None, error=f"no rank was started {why}")
     first = absent[0]
-    others = f" (nor were {len(absent) - 1} others)" if len(absent) > 1 else ""
-    error = f"was not started{others} {why}"
+    error = f"was not started {why}"
+    if len(absent) > 1:
+        error = f"was not started (nor were {len(absent) - 1} others) {why}"
     return Failure(kind="not_started", rank=first, host=host_of(first), step=None, error=error)
 
 

@@ -44,8 +44,12 @@ class SignalRequests:
         """Return the request that the signals so far make; None without a signal."""
         if self._name is None:
             return None
-        action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
-        cause: StopCause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
+        action: Literal["stop", "cancel"] = "stop"
+        if self._num_interrupts > 1:
+            action = "cancel"
+        cause: StopCause = "signal"
+        if self._in_job and self._name == "SIGTERM":
+            cause = "preemption"
         return StopRequest(action=action, cause=cause, by=self._name)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.roles import Roles
@@ -277,6 +277,24 @@ class Supervisor:
             return "cancelled"
         if failure is not None:
             return failure
+        return self._reported_outcome(outcomes, watch, exits, unstarted)
+
+    def _reported_outcome(
+        self,
+        outcomes: Mapping[int, Mapping[str, Any]],
+        watch: Watch,
+        exits: Mapping[int, int],
+        unstarted: Mapping[int, str],
+    ) -> Outcome:
+        """Return how an attempt ended whose ranks have ended by themselves.
+
+        Args:
+            outcomes: outcome files of the ranks.
+            watch: which has watched the ranks.
+            exits: exit codes by rank, in the order in which the ranks ended.
+            unstarted: reasons of the ranks that did not start.
+        """
+        ranks = watch.ranks
         last_step = watch.progress.last_step
         failure = first_failure(
             exits,

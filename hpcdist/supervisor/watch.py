@@ -72,7 +72,11 @@ class Watch:
         self.cancelled = False
 
     def until_over(self) -> Failure | None:
-        """Wait for the end of the attempt. Returns a failure found here, not those of ranks that end by themselves."""
+        """Wait for the end of the attempt.
+
+        Returns the failure of lost, late or hung ranks. For ranks that end by themselves, and after a cancellation, it
+        returns None.
+        """
         while self.ranks.remaining:
             began = time.monotonic()
             self.ranks.wait(POLL_S)
