@@ -48,7 +48,7 @@ class Ranks(Protocol):
 class NodeChanges:
     """Changes of the nodes of a run between its attempts.
 
-    This class makes no changes. `job/elastic.py` has the changes of elastic runs.
+    This class makes no changes. `job/elastic_nodes.py` has the changes of elastic runs.
     """
 
     def detect_lost(self) -> tuple[int, str] | None:

@@ -20,8 +20,10 @@ from hpcdist.host import retry
 from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import attempt_times
-from hpcdist.run.attempt_times import write_times
+from hpcdist.run.attempt_times import AttemptTimes, read_times, write_times
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
+from hpcdist.run.reached_steps import reached_step
+from hpcdist.run.resume_text import how_stopped, resume_point
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
@@ -218,10 +220,10 @@ class Supervisor:
                 attempt.send_request(late)
         self._resources = self.launcher.resources
         before = self._attempt_before(attempt)
-        times = records.AttemptTimes(
+        times = AttemptTimes(
             supervised=self._began,
             began=time.time(),
-            reached=records.reached_step(before) if before is not None else 0,
+            reached=reached_step(before) if before is not None else 0,
             measured=not self.config.trainer.script,
             time_limit=self._allocation.end if self._allocation is not None else None,
         )
@@ -253,7 +255,7 @@ class Supervisor:
         self.report.attempt(attempt, self.launcher.num_ranks)
         before = self._attempt_before(attempt)
         if before is not None:
-            self.report.note(records.resume_point(self.folder, before, self.config.trainer.script))
+            self.report.note(resume_point(self.folder, before, self.config.trainer.script))
         try:
             watch = Watch(
                 attempt,
@@ -357,7 +359,7 @@ class Supervisor:
     def _failed_before(self, attempt: Attempt) -> str:
         """Return the reason of the attempt before, which an earlier start of the job may have recorded."""
         before = self._attempt_before(attempt)
-        times = records.read_times(before) if before is not None else None
+        times = read_times(before) if before is not None else None
         if times is None or not times.failed:
             return ""
         return times.reason
@@ -382,7 +384,7 @@ class Supervisor:
             return ""
         if request is not None and not request.ends_run:
             return "more nodes are available"
-        how = records.how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+        how = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
         if request is None:
             return f"{how} (the ranks received a stop signal)"
         return how

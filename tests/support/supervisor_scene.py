@@ -106,7 +106,7 @@ class ScriptedJob:
     ending: bool = False
     requeued: bool = False
     on_requeue: Callable[[], object] = lambda: None
-    has_released_nodes: bool = False
+    on_release: Callable[[], object] = lambda: None
 
     def is_ending(self) -> bool:
         return self.ending
@@ -118,7 +118,7 @@ class ScriptedJob:
         self.on_requeue()
 
     def release_nodes(self) -> None:
-        self.has_released_nodes = True
+        self.on_release()
 
 
 class Scene:

@@ -222,21 +222,27 @@ def test_run_is_stopped_if_slurm_refuses_the_requeue(scene: Scene) -> None:
     assert hint in scene.report.notes
 
 
-@pytest.mark.parametrize(
-    ("shipper", "ends", "releases"),
-    [(["sleep", "0.5"], True, True), (["true"], True, False), (["sleep", "0.5"], False, False)],
-    ids=["long upload", "short upload", "requeue"],
-)
 def test_job_gives_its_nodes_back_before_a_long_upload(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, shipper: list[str], *, ends: bool, releases: bool
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hpcdist.supervisor.children.NOTE_AFTER_S", 0.1)
-    scene.shipper = shipper
+    released = tmp_path / "released"
+    scene.shipper = ["sh", "-c", f"until [ -e {released} ]; do sleep 0.02; done"]  # uploads until then
+    scene.script(first=[DONE, EXIT_0])
+    state = scene.supervise(scene.supervisor(ScriptedJob(on_release=released.touch)))
+    assert state.status == "finished"
+    assert released.exists()
+
+
+@pytest.mark.parametrize(("shipper", "ends"), [("true", True), ("sleep 2", False)], ids=["short upload", "requeue"])
+def test_job_keeps_its_nodes(scene: Scene, monkeypatch: pytest.MonkeyPatch, shipper: str, *, ends: bool) -> None:
+    monkeypatch.setattr("hpcdist.supervisor.children.NOTE_AFTER_S", 0.1)
+    scene.shipper = shipper.split()
     scene.script(first=[DONE if ends else STOPS, EXIT_0])
-    job = ScriptedJob()
-    state = scene.supervise(scene.supervisor(job))
+    releases: list[str] = []
+    state = scene.supervise(scene.supervisor(ScriptedJob(on_release=lambda: releases.append("released"))))
     assert state.status == ("finished" if ends else "queued")
-    assert job.has_released_nodes == releases
+    assert releases == []
 
 
 @pytest.mark.parametrize("outcome", ["stopped", "failed"])
