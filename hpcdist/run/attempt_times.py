@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShare:
+    """The GPUs or cores of a node, and their division among its ranks."""
+
     allocated: float  #: number of GPUs or cores
     share: float  #: number of them that each of the ranks below uses
     ranks: list[int]  #: ranks on the node that use them
@@ -27,7 +29,7 @@ class Resources:
 
     unit: Literal["GPU", "core"] = "core"
     nodes: Mapping[str, NodeShare] = field(default_factory=dict)
-    idle: tuple[str, ...] = ()  #: those of `nodes` that run no ranks
+    idle: tuple[str, ...] = ()  #: nodes of the allocation without ranks
 
 
 #: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
@@ -43,28 +45,31 @@ class AttemptTimes:
     """The content of `times.json`. Times are seconds since the epoch."""
 
     supervised: float  #: when the supervisor of this attempt began
-    began: float
+    began: float  #: when the attempt began
     ended: float | None = None  #: None until the end, and if the supervisor was killed
     failed: bool = False
     status: str = ""  #: `finished`, `stopped`, `cancelled` or `failed`; empty until the end
     reason: str = ""  #: one sentence: how and why the attempt ended, without the request to end it
     time_limit: float | None = None  #: end of the allocation; None without a time limit
-    reached: int = 0  #: the last step that an earlier attempt had done
-    measured: bool = True  #: whether the ranks measure their time; plain scripts report steps at most
+    reached: int = 0  #: the last step of the earlier attempts
+    measured: bool = True  #: whether the ranks measure their time; plain scripts report at most their steps
     unit: Literal["GPU", "core"] = "core"
     nodes: dict[str, Any] = field(default_factory=dict)  #: see `shares`
     idle: list[str] = field(default_factory=list)  #: nodes of the allocation without ranks
 
     @property
     def shares(self) -> dict[str, NodeShare]:
-        found = {}
-        for name, raw in self.nodes.items():
+        """The resources by node, without damaged entries."""
+        shares = {}
+        for node, raw in self.nodes.items():
+            if not isinstance(raw, dict):
+                continue
             with suppress(RunFolderError):
-                share = fill(NodeShare, raw if isinstance(raw, dict) else {}, Path())
+                share = fill(NodeShare, raw, Path())
                 are_ranks = all(type(rank) is int and 0 <= rank <= LARGEST for rank in share.ranks)
-                if are_ranks and min(share.allocated, share.share) >= 0:
-                    found[name] = share
-        return found
+                if are_ranks and share.allocated >= 0 and share.share >= 0:
+                    shares[node] = share
+        return shares
 
     @property
     def num_ranks(self) -> int:
@@ -72,25 +77,33 @@ class AttemptTimes:
 
 
 def read_times(attempt: Attempt) -> AttemptTimes | None:
+    """Return the content of `times.json`; None if the file is missing or damaged."""
     return read_if_valid(AttemptTimes, attempt.times)
 
 
 def began_of(run: RunDir) -> float:
     """Return when the supervisor of a run's first attempt began; without attempts, when the run was created."""
-    try:
-        first = next(iter(run.attempts()), None)
-    except RunFolderError:  # a sweep
-        first = None
-    times = read_times(first) if first is not None else None
-    return times.supervised if times is not None else run.read_state().created
+    times = None
+    with suppress(RunFolderError):  # a sweep has no attempts
+        attempts = run.attempts()
+        if attempts:
+            times = read_times(attempts[0])
+    if times is None:
+        return run.read_state().created
+    return times.supervised
 
 
 def end_of(attempt: Attempt, times: AttemptTimes) -> float:
-    """Return when an attempt ended; without a record, the time of its last heartbeat, or its begin."""
+    """Return when an attempt ended. Without a record, return the time of its last heartbeat, or its begin."""
     if times.ended is not None:
         return times.ended
-    beats = (attempt.read_beat(rank) for share in times.shares.values() for rank in share.ranks)
-    return max((float(beat["time"]) for beat in beats if beat is not None), default=times.began)
+    beat_times = []
+    for share in times.shares.values():
+        for rank in share.ranks:
+            beat = attempt.read_beat(rank)
+            if beat is not None:
+                beat_times.append(float(beat["time"]))
+    return max(beat_times, default=times.began)
 
 
 def write_times(attempt: Attempt, times: AttemptTimes) -> None:
@@ -102,6 +115,7 @@ def write_times(attempt: Attempt, times: AttemptTimes) -> None:
 
 
 def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> AttemptTimes:
+    """Add the resources of the ranks to the times of an attempt, and write them. Returns both."""
     nodes = {name: asdict(share) for name, share in resources.nodes.items()}
     times = replace(times, unit=resources.unit, nodes=nodes, idle=list(resources.idle))
     write_times(attempt, times)

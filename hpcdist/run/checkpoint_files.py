@@ -1,6 +1,6 @@
-"""The checkpoint folders of a run by their names and manifests, without tensors and torch.
+"""The files in a run's folder `checkpoints`, found by their names and manifests, without torch.
 
-Of the files of a plain script, hpcdist knows the folder only.
+A trainer writes checkpoints, each in a folder `step-NNNNNNNN`. A plain script saves files of its own choice there.
 """
 
 import re
@@ -26,24 +26,38 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
+    """Return the step in the name of a checkpoint folder; None for another name."""
     match = re.fullmatch(r"step-([0-9]{8,18})", folder.name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def complete_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    """Return step and folder of each checkpoint that has a manifest, in the order of the steps."""
     manifests = retry.retry(lambda: list(run.checkpoints.glob(f"step-*/{MANIFEST_FILE}")), run.checkpoints)
-    return sorted((step, path.parent) for path in manifests if (step := step_of(path.parent)) is not None)
+    checkpoints = []
+    for manifest in manifests:
+        folder = manifest.parent
+        step = step_of(folder)
+        if step is not None:
+            checkpoints.append((step, folder))
+    return sorted(checkpoints)
 
 
 def script_files(run: RunDir) -> list[str]:
-    found = []
+    """Return the names of the files and folders that a plain script has saved, the newest one last."""
+    times_and_names = []
     for path in run.checkpoints.glob("[!.]*"):
+        if step_of(path) is not None:
+            continue
         with suppress(FileNotFoundError):  # the script has just removed it
-            found += [(path.lstat().st_mtime_ns, path.name)] if step_of(path) is None else []
-    return [name for _, name in sorted(found)]
+            times_and_names.append((path.lstat().st_mtime_ns, path.name))
+    return [name for _, name in sorted(times_and_names)]
 
 
 def newest_step(run: RunDir) -> int | None:
+    """Return the step of the newest checkpoint with a readable manifest; None without one."""
     for step, folder in reversed(complete_checkpoints(run)):
         if read_json(folder / MANIFEST_FILE) is not None:
             return step

@@ -15,27 +15,35 @@ from hpcdist.run.kept_secrets import keep, kept
 
 
 def check(run: RunDir, config: Config) -> None:
-    step, stored = newest_step(run), read_stored(run.config)
+    """Raise ConfigError if a config changes keys that determine the content of the run's checkpoint."""
+    step = newest_step(run)
+    stored = read_stored(run.config)
     if step is None or config.trainer.script or stored.trainer is None or not stored.trainer.fixed_keys:
         return
-    before, after = stored.values, flat_values(config)
-    is_same = stored.config.trainer.target == config.trainer.target
-    fixed = ("trainer.target", *stored.trainer.fixed_keys) if is_same else ("trainer.target",)
-    problems = [
-        f"{key} was {before.get(key)!r} when the checkpoint of step {step} was written and cannot be {after.get(key)!r}"
-        " now: leave it out, or start a new run"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key) and any(key == one or key.startswith(f"{one}.") for one in fixed)
-    ]
+    fixed_keys = ["trainer.target"]
+    if stored.config.trainer.target == config.trainer.target:
+        fixed_keys += stored.trainer.fixed_keys
+    before = stored.values
+    after = flat_values(config)
+    problems = []
+    for key in sorted({*before, *after}):
+        is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in fixed_keys)
+        if is_fixed and before.get(key) != after.get(key):
+            problems.append(
+                f"{key} was {before.get(key)!r} when the checkpoint of step {step} was written and cannot be"
+                f" {after.get(key)!r} now: leave it out, or start a new run"
+            )
     if problems:
         raise ConfigError(*problems, source=f"resume {run.name}")
 
 
 def change_config(run: RunDir, config: Config) -> None:
     """Make `config` the config of the next attempt. The caller holds the run's lease."""
-    keep(run, {**kept(run), **secrets_of(config)})  # a crash may keep the old config
+    # The old secrets stay, because a crash before the last line leaves the old config in place.
+    keep(run, {**kept(run), **secrets_of(config)})
     if read_stored(run.config).values == flat_values(config):
         return
-    if (attempts := run.attempts()) and not retry.exists(attempts[-1].config):
+    attempts = run.attempts()
+    if attempts and not retry.exists(attempts[-1].config):
         write_atomic(attempts[-1].config, run.config.read_bytes(), durable=True)
     write_atomic(run.config, run_yaml(config), durable=True)

@@ -10,9 +10,9 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.json_files import read_if_valid, write_json
 from hpcdist.run.folder import RunDir
 
-#: The shipped config of `hpcdist run train.py --lr 0.1`; the script is no override of it.
+#: The shipped config of `hpcdist run train.py --lr 0.1`. The experiment and the script do not count as its overrides.
 PLAIN_SCRIPT = "plain_script"
-#: Keys for the place of a run, without effect on its training.
+#: Keys that determine where a run is stored, without effect on its training.
 LOCATION = ("name", "runs_dir", "tracking.uri")
 
 
@@ -29,11 +29,14 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
+    """The value of a key in the config of the command line, and in the run."""
+
     before: Any
     after: Any
 
 
 def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None = None) -> Origin:
+    """Return the origin of a config that a command line loads with the same arguments."""
     from hpcdist.config.loading import load_config, written_keys
 
     try:
@@ -54,6 +57,7 @@ def is_generated(name: str) -> bool:
 
 
 def read_origin(run: RunDir) -> Origin | None:
+    """Return the content of `origin.json`; None if the file is missing or damaged."""
     return read_if_valid(Origin, run.path / "origin.json")
 
 
@@ -61,10 +65,12 @@ def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
     """Return the keys whose values differ from the config of origin, without those that only locate the run."""
     if not origin.values:
         return {}
-    return {
-        key: Override(before=origin.values.get(key), after=value)
-        for key, value in values.items()
-        if key not in LOCATION
-        and value != origin.values.get(key)
-        and not (origin.config == PLAIN_SCRIPT and key in ("experiment", "trainer.script"))
-    }
+    skipped: tuple[str, ...] = LOCATION
+    if origin.config == PLAIN_SCRIPT:
+        skipped = (*LOCATION, "experiment", "trainer.script")
+    changed = {}
+    for key, value in values.items():
+        before = origin.values.get(key)
+        if key not in skipped and value != before:
+            changed[key] = Override(before=before, after=value)
+    return changed

@@ -29,27 +29,33 @@ def with_name(config: Config) -> Config:
     """Return the config with a run name: its own, or one of trainer, time and a random suffix."""
     if config.name:
         return config
-    return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    moment = time.strftime("%Y%m%d-%H%M%S")
+    suffix = secrets.token_hex(2)
+    return replace(config, name=f"{label_of(config)}-{moment}-{suffix}")
 
 
 def label_of(config: Config) -> str:
+    """Return the beginning of a run's name: the name of its script without `.py`, or its trainer."""
     script = config.trainer.script_name.removesuffix(".py")
-    return plain_name(script) if script else config.trainer.target.replace(":", ".")
+    if script:
+        return plain_name(script)
+    return config.trainer.target.replace(":", ".")
 
 
 def plain_name(text: str) -> str:
-    """Return a text with only the characters that names of runs and experiments have."""
+    """Return a text whose characters are allowed in names of runs and experiments; others become `_`."""
     return re.sub(r"[^\w.-]", "_", text).lstrip("._-") or "script"
 
 
 def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
-    """Raise ConfigError if a new run cannot start. `own_python`: another Python runs it, so no syntax is checked."""
-    if problems := new_run_problems(config):
+    """Raise ConfigError if a new run cannot start. `own_python`: see `check_code`."""
+    problems = new_run_problems(config)
+    if problems:
         raise ConfigError(*problems)
     check_code(config, cwd, own_python=own_python)
 
 
-#: Endings of programs that are no Python: what they are, and what to do.
+#: By the ending of a program that is not Python: its kind, and how to run it.
 _NO_PYTHON = {
     ".ipynb": "is a notebook, and ranks run Python files: `jupyter nbconvert --to script {path}` writes one",
     ".sh": "is a shell script, and ranks run Python files: name the Python file that it starts, with its arguments",
@@ -57,30 +63,47 @@ _NO_PYTHON = {
 
 
 def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
+    """Raise ConfigError if the trainer or script of a run is missing or invalid.
+
+    Args:
+        own_python: the ranks have another Python than this process, so this one does not check the syntax. It is
+            implied by a container or an environment of the ranks.
+    """
     own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
-    module, colon, function = config.trainer.target.partition(":")
-    if file := config.trainer.script_file:
-        if not file.is_file():
-            hint = suggestion(file.name, [path.name for path in file.parent.glob("*.py")], "")
-            raise ConfigError(f"trainer.script: no such file: {file}{hint and ': '}{hint}")
-        if file.suffix in _NO_PYTHON:
-            raise ConfigError(
-                f"trainer.script: {file.name} {_NO_PYTHON[file.suffix].format(path=shlex.quote(str(file)))}"
-            )
-        if not own_python:
-            _check_syntax("trainer.script", file)
-    elif config.trainer.script:
+    script_file = config.trainer.script_file
+    if script_file is not None:
+        _check_script(script_file, compiles=not own_python)
+        return
+    if config.trainer.script:
         if not own_python:
             _check_module("trainer.script", config.trainer.script_name, cwd, compiles=True)
-    elif colon:
+        return
+    module, colon, function = config.trainer.target.partition(":")
+    if colon:
         _check_module("trainer.target", module, cwd, compiles=not own_python)
         if not own_python:
             _check_function(module, function, cwd)
-    elif (trainer := find_trainer(module)) is None:
+        return
+    trainer = find_trainer(module)
+    if trainer is None:
         hint = suggestion(module, trainer_names(), "name your own as package.module:function")
         raise ConfigError(f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}")
-    elif problems := trainer.check_host(config):
+    problems = trainer.check_host(config)
+    if problems:
         raise ConfigError(*problems)
+
+
+def _check_script(file: Path, *, compiles: bool) -> None:
+    if not file.is_file():
+        hint = suggestion(file.name, [path.name for path in file.parent.glob("*.py")], "")
+        if hint:
+            hint = f": {hint}"
+        raise ConfigError(f"trainer.script: no such file: {file}{hint}")
+    if file.suffix in _NO_PYTHON:
+        problem = _NO_PYTHON[file.suffix].format(path=shlex.quote(str(file)))
+        raise ConfigError(f"trainer.script: {file.name} {problem}")
+    if compiles:
+        _check_syntax("trainer.script", file)
 
 
 def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
@@ -101,12 +124,14 @@ def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
 
 
 def _refuse_missing(key: str, name: str, package: ModuleSpec | None) -> None:
-    """Raise ConfigError if a package has no module of a name, unless it may find modules in ways of its own."""
+    """Raise ConfigError if a package has no module of a name, unless its source changes how modules are found."""
     assert package is not None, "a module is missing in a package"
     folders = list(package.submodule_search_locations or [])
     if not folders:
         raise ConfigError(f"{key}: {package.name!r} is a module, not a package, and so has no module {name!r}")
-    source = Path(package.origin).read_text(errors="replace") if package.origin is not None else ""
+    source = ""
+    if package.origin is not None:
+        source = Path(package.origin).read_text(errors="replace")
     if "__path__" in source or "sys.modules" in source or "sys.meta_path" in source:
         return
     known = [path.stem for folder in folders for path in Path(folder).glob("*.py")]
@@ -118,11 +143,14 @@ def _check_function(module: str, function: str, cwd: Path) -> None:
     """Raise ConfigError if the source of a trainer's module shows that it has no such function."""
     *_, (_, spec) = module_specs(module, cwd)
     tree = parse_module(spec)
-    names = defined_names(tree) if tree is not None else None
-    if names is not None and spec is not None and function not in names:
-        functions = [one.name for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
-        hint = suggestion(function, functions, f"it has {few(functions) or 'none'}")
-        raise ConfigError(f"trainer.target: {spec.origin} has no function {function!r}: {hint}")
+    if spec is None or tree is None:
+        return
+    names = defined_names(tree)
+    if names is None or function in names:
+        return
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    hint = suggestion(function, functions, f"it has {few(functions) or 'none'}")
+    raise ConfigError(f"trainer.target: {spec.origin} has no function {function!r}: {hint}")
 
 
 def _check_syntax(key: str, file: Path) -> None:
@@ -131,16 +159,28 @@ def _check_syntax(key: str, file: Path) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):
             compile(file.read_bytes(), file, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        line, text = getattr(error, "lineno", None), (getattr(error, "text", None) or "").strip()
-        place, code = (file if line is None else f"{file}:{line}"), (f" in `{text}`" if text else "")
-        raise ConfigError(f"{key}: {place}: {type(error).__name__}: {getattr(error, 'msg', error)}{code}") from None
+    except SyntaxError as error:
+        place = str(file)
+        if error.lineno is not None:
+            place = f"{file}:{error.lineno}"
+        code = (error.text or "").strip()
+        if code:
+            code = f" in `{code}`"
+        raise ConfigError(f"{key}: {place}: {type(error).__name__}: {error.msg}{code}") from None
+    except ValueError as error:  # a NUL character, for example
+        raise ConfigError(f"{key}: {file}: {type(error).__name__}: {error}") from None
 
 
 def create_run(
     config: Config, cwd: Path, *, launcher: str = "local", origin: Origin | None = None, like: RunDir | None = None
 ) -> RunDir:
-    """Create the run folder with the code in `cwd`, or with that of the run `like`; remove the folder on errors."""
+    """Create the folder of a run: its config, its secrets and a copy of its code. An error removes the folder.
+
+    Args:
+        cwd: folder of the code, unless `like` is given.
+        launcher: recorded in `environment.json`.
+        like: the run whose code the new run gets.
+    """
     run = RunDir.create(config.folder)
     try:
         kept_secrets.keep(run, secrets_of(config))
@@ -163,11 +203,11 @@ def create_run(
 
 def likeness(run: RunDir) -> dict[str, str]:
     """Return the names of a run in its folder of runs and in MLflow, for the record of a run that is like it."""
-    found = {"run": f"{run.experiment}/{run.name}"}
+    names = {"run": f"{run.experiment}/{run.name}"}
     run_id = (read_json(run.mlflow) or {}).get("run_id")
     if run_id:
-        found["run_id"] = str(run_id)
-    return found
+        names["run_id"] = str(run_id)
+    return names
 
 
 def _check_copied_code(config: Config, run: RunDir, code: snapshot.CodeState) -> None:
@@ -175,5 +215,5 @@ def _check_copied_code(config: Config, run: RunDir, code: snapshot.CodeState) ->
     file = config.trainer.script_file
     if file is not None and run.snapshot_of(file) is not None:
         return
-    folders = snapshot.import_path(code, run)
-    check_trainer(config, Path(folders[0] if folders else code.cwd))
+    folders = [*snapshot.import_path(code, run), code.cwd]
+    check_trainer(config, Path(folders[0]))

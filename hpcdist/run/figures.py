@@ -23,6 +23,7 @@ MAX_BYTES = 1 << 20
 MAX_CLASSES = 100
 MAX_LINES = 8
 MAX_POINTS = 2000
+MAX_BINS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Matrix:
     title: str
     row_label: str
     column_label: str
-    names: list[str]  #: of the rows and of the columns, at most MAX_CLASSES
+    names: list[str]  #: names of the rows, and of the columns; at most MAX_CLASSES
     values: list[list[float]]  #: as many rows and columns as names
     step: int = 0  #: steps done, set by `ReportData.figure`
 
@@ -55,8 +56,8 @@ class Histogram:
     title: str
     x_label: str
     y_label: str
-    edges: list[float]  #: of the intervals, ascending
-    counts: list[float]  #: one less than edges
+    edges: list[float]  #: edges of the intervals, ascending
+    counts: list[float]  #: number of samples in each interval; one entry less than `edges`
     step: int = 0
 
 
@@ -65,9 +66,11 @@ KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram
 
 
 def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
-    """Return the histogram of some values, at least one, in at most 20 intervals of equal width."""
+    """Return the histogram of one or more values, in at most MAX_BINS intervals of equal width."""
     low, high = min(values), max(values)
-    num_bins = min(20, max(1, len(values))) if high > low else 1
+    num_bins = 1
+    if high > low:
+        num_bins = min(MAX_BINS, len(values))
     width = (high - low) / num_bins or 1.0
     counts = [0.0] * num_bins
     for value in values:
@@ -77,8 +80,8 @@ def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str
 
 
 def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = None) -> None:
-    """Write a figure atomically. A failure is logged, because a figure is not worth the end of a run."""
-    kind = next(key for key, known in KINDS.items() if isinstance(figure, known))
+    """Write a figure atomically. A failure is only logged, because a run does not end for a figure."""
+    kind = next(name for name, figure_class in KINDS.items() if isinstance(figure, figure_class))
     content = {"kind": kind, **asdict(figure), "step": step or figure.step}
     path = artifacts / FOLDER / f"{name}.json"
     try:
@@ -109,23 +112,29 @@ def read_figures(artifacts: Path) -> tuple[list[Figure], list[str]]:
 
 
 def _is_regular(figure: Figure) -> bool:
+    """Return whether the numbers of a figure fit its names, and whether the report can draw all of them."""
     match figure:
-        case Matrix(names=names, values=values):
-            rows = [row for row in values if _are_numbers(row) and len(row) == len(names)]
-            return len(rows) == len(values) == len(names) <= MAX_CLASSES and all(
-                isinstance(name, str) for name in names
-            )
+        case Matrix(names=names, values=rows):
+            if not len(rows) == len(names) <= MAX_CLASSES:
+                return False
+            if not all(isinstance(name, str) for name in names):
+                return False
+            return all(_are_numbers(row) and len(row) == len(names) for row in rows)
         case Curves(lines=lines):
-            points = [point for line in lines.values() if isinstance(line, list) for point in line]
-            return (
-                all(isinstance(line, list) and len(line) <= MAX_POINTS for line in lines.values())
-                and len(lines) <= MAX_LINES
-                and all(_are_numbers(point) and len(point) == 2 for point in points)
-            )
+            return len(lines) <= MAX_LINES and all(_is_line(line) for line in lines.values())
         case Histogram(edges=edges, counts=counts):
-            is_ascending = _are_numbers(edges) and all(a < b for a, b in pairwise(edges))
-            return is_ascending and _are_numbers(counts) and 0 < len(counts) == len(edges) - 1 <= MAX_POINTS
+            if not (_are_numbers(edges) and _are_numbers(counts)):
+                return False
+            is_ascending = all(left < right for left, right in pairwise(edges))
+            return is_ascending and 0 < len(counts) == len(edges) - 1 <= MAX_POINTS
+
+
+def _is_line(points: Any) -> bool:
+    if not isinstance(points, list) or len(points) > MAX_POINTS:
+        return False
+    num_coordinates = 2
+    return all(_are_numbers(point) and len(point) == num_coordinates for point in points)
 
 
 def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(one) in (int, float) and math.isfinite(one) for one in values)
+    return isinstance(values, list) and all(type(value) in (int, float) and math.isfinite(value) for value in values)
