@@ -70,8 +70,8 @@ from hpcdist.host.json_files import LARGEST, fill, read_json, read_json_lines, w
 from hpcdist.host.ownership import make_private, require_safe, write_private
 
 KEY_BYTES = 32
-#: Why an attempt is to end. `signal`: one to the supervisor, in a job any but SIGTERM. `preemption`: Slurm ends the
-#: job, also for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes.
+#: Why an attempt is asked to end. `signal`: the supervisor received a signal, in a job one other than SIGTERM.
+#: `preemption`: Slurm ends the job, also for a requeue or a cancellation. `growth`: the ranks restart on more nodes.
 StopCause = Literal["user", "signal", "time_limit", "preemption", "growth"]
 _SENTENCES: dict[StopCause, str] = {
     "user": "{by}",
@@ -85,20 +85,27 @@ _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
+    """A request to end an attempt: `stop` saves first, `cancel` does not."""
+
     action: Literal["stop", "cancel"] = "stop"
     cause: StopCause  #: decides about restarts and requeues
     by: str = ""  #: for messages only: the command and its user, a signal, or nodes
 
     @property
     def ends_run(self) -> bool:
+        """Whether the run ends with the attempt."""
         return self.cause != "growth"
 
     @property
     def sentence(self) -> str:
+        """The cause, for a message."""
         return _SENTENCES[self.cause].format(by=self.by)
 
     def after(self, how: str) -> str:
-        return f"{how} ({self.sentence})" if how else self.sentence
+        """Return how an attempt ended, followed by the cause in brackets; only the cause if `how` is empty."""
+        if not how:
+            return self.sentence
+        return f"{how} ({self.sentence})"
 
 
 class Attempt:
@@ -155,22 +162,16 @@ class Attempt:
 
     def read_beat(self, rank: int) -> dict[str, Any] | None:
         """Return the last heartbeat of a rank; None before the first one, or if it is damaged or half written."""
-        found = (read_json(self.beat(rank)) if self.beat(rank).is_file() else None) or {}
-        metrics, total = found.get("metrics"), found.get("total_steps", 0)
-        steps = found.get("metric_steps", {})
-        is_valid = (
-            isinstance(metrics, dict)
-            and all(type(value) is float or _is_count(value) for value in metrics.values())
-            and _is_count(found.get("step"))
-            and isinstance(steps, dict)
-            and all(_is_count(step) for step in steps.values())
-            and (total is None or _is_count(total))
-            and type(found.get("time")) in (int, float)
-            and 0 <= found["time"] <= LARGEST
-        )
-        return found if is_valid else None
+        path = self.beat(rank)
+        if not path.is_file():
+            return None
+        beat = read_json(path)
+        if beat is None or not _is_beat(beat):
+            return None
+        return beat
 
     def straggler_events(self) -> list[dict[str, Any]]:
+        """Return the events in `stragglers.jsonl`, without damaged lines."""
         texts = ("role", "name", "event", "text")
         events = read_json_lines(self.stragglers)
         return [event for event in events if all(isinstance(event.get(key), str) for key in texts)]
@@ -185,7 +186,10 @@ class Attempt:
         write_json(self.request, asdict(request) | {"time": time.time()}, within_s=within_s)
 
     def read_request(self, *, within_s: float | None = None) -> StopRequest | None:
-        """Return the request, if any. A damaged file is one to stop, because ranks only check whether it exists."""
+        """Return the request; None without one.
+
+        A damaged file counts as a request to stop, because ranks only check whether the file exists.
+        """
         if not retry.retry(self.request.exists, self.request, within_s=within_s):
             return None
         try:
@@ -194,13 +198,42 @@ class Attempt:
             return StopRequest(cause="user", by="unreadable request file")
 
     def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
+        """Return the readable outcome files of the ranks by rank, in the order of ranks, without those of `skip`."""
         try:
             names = retry.retry(lambda: os.listdir(self.path), self.path)
         except NotADirectoryError:
             return {}
-        ranks = sorted((int(match[1]), match[0]) for name in names if (match := _OUTCOME.fullmatch(name)))
-        found = {rank: read_json(self.path / name) for rank, name in ranks if rank not in skip}
-        return {rank: outcome for rank, outcome in found.items() if outcome is not None}
+        files_by_rank = []
+        for name in names:
+            match = _OUTCOME.fullmatch(name)
+            if match is not None:
+                files_by_rank.append((int(match[1]), name))
+        outcomes = {}
+        for rank, name in sorted(files_by_rank):
+            if rank in skip:
+                continue
+            outcome = read_json(self.path / name)
+            if outcome is not None:
+                outcomes[rank] = outcome
+        return outcomes
+
+
+def _is_beat(beat: Mapping[str, Any]) -> bool:
+    """Return whether a heartbeat file has the keys that its readers use, with values of the expected types."""
+    metrics = beat.get("metrics")
+    if not isinstance(metrics, dict):
+        return False
+    if not all(type(value) is float or _is_count(value) for value in metrics.values()):
+        return False
+    metric_steps = beat.get("metric_steps", {})
+    if not isinstance(metric_steps, dict) or not all(_is_count(step) for step in metric_steps.values()):
+        return False
+    total_steps = beat.get("total_steps", 0)
+    if total_steps is not None and not _is_count(total_steps):
+        return False
+    moment = beat.get("time")
+    is_time = isinstance(moment, int | float) and not isinstance(moment, bool) and 0 <= moment <= LARGEST
+    return is_time and _is_count(beat.get("step"))
 
 
 def _is_count(value: object) -> bool:
@@ -221,7 +254,8 @@ def claim(runs_dir: Path) -> None:
     # The mode applies to the last folder only.
     retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
     require_safe(runs_dir)
-    if (place := own_place(runs_dir)) != runs_dir:
+    place = own_place(runs_dir)
+    if place != runs_dir:
         make_private(place)
     require_safe(place / DATABASE)
 
@@ -232,7 +266,9 @@ def own_place(runs_dir: Path) -> Path:
         is_shared = ownership.is_shared(runs_dir.stat())
     except OSError:  # `claim` will make it
         return runs_dir
-    return runs_dir / f".hpcdist-{os.geteuid()}" if is_shared else runs_dir
+    if not is_shared:
+        return runs_dir
+    return runs_dir / f".hpcdist-{os.geteuid()}"
 
 
 def claim_experiment(folder: Path) -> None:
@@ -256,8 +292,8 @@ def make_database(path: Path) -> None:
         )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # MLflow creates it with the umask's mode
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and status.st_mode & 0o077:  # MLflow creates it with the umask's mode
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
@@ -280,27 +316,33 @@ _REPAIRS = {
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file that is always replaced atomically, or None. RunFolderErrors propose a repair."""
+    """Return the object in a file that is always replaced atomically; None if the file is missing.
+
+    Raises RunFolderError, which proposes a repair, if the file is damaged or cannot be read.
+    """
     repair = _REPAIRS.get(path.name, "remove it")
     try:
-        found = read_json(path)
-        if found is None and os.path.lexists(path):
+        record = read_json(path)
+        if record is None and os.path.lexists(path):
             raise RunFolderError(f"{path} is damaged (it holds no JSON object): {repair}")
     except PermissionError as error:
         raise RunFolderError(f"{path} cannot be read ({error.strerror}): {repair}") from error
-    return found
+    return record
 
 
 def require_record(path: Path) -> dict[str, Any]:
     """Return the object in a file that must exist. Raises RunFolderError like `read_record`, and if it is missing."""
-    found = read_record(path)
-    if found is None:
+    record = read_record(path)
+    if record is None:
         raise RunFolderError(f"{path} is missing: {_REPAIRS[path.name]}")
-    return found
+    return record
 
 
 def sentence_of(status: str, reason: str) -> str:
-    return f"{status}: {reason}" if reason else status
+    """Return `status: reason`, or the status alone if there is no reason."""
+    if not reason:
+        return status
+    return f"{status}: {reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +351,7 @@ class State:
 
     status: Status
     attempt: int = 0  #: number of the last attempt; 0 before the first
-    restarts: int = 0  #: of the ranks: after failures, and on other or more nodes
+    restarts: int = 0  #: number of restarts of the ranks: after failures, and on other or more nodes
     reason: str = ""  #: one sentence: the cause of this status
     created: float = 0.0
     ended: float | None = None
@@ -319,6 +361,7 @@ class State:
 
     @property
     def sentence(self) -> str:
+        """The status and its reason."""
         return sentence_of(self.status, self.reason)
 
 
@@ -352,29 +395,45 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """The command for a shell in the current folder: with the name of a run in its `runs`, else with the path."""
+        """The command that resumes the run from a shell in the current folder.
+
+        It contains the name of a run in the folder `runs` there, and the path of any other run.
+        """
         path = files.short_path(self.path)
-        return f"hpcdist resume {self.name if Path(path).parts[:-2] == ('runs',) else shlex.quote(path)}"
+        if Path(path).parts[:-2] == ("runs",):
+            return f"hpcdist resume {self.name}"
+        return f"hpcdist resume {shlex.quote(path)}"
 
     def snapshot_of(self, path: Path) -> Path | None:
+        """Return the copy of a file in the run's code snapshot; None if there is none."""
         root = self._copied_root()
-        return self.copy_in(root, path) if root else None
+        if not root:
+            return None
+        return self.copy_in(root, path)
 
     def copy_in(self, root: str, path: Path) -> Path | None:
         """Return the copy of a file, or None if there is none; `root` is the top of the code that was copied."""
-        for one in (path, path.parent.resolve() / path.name):  # `root` contains no symbolic links
-            if one.is_relative_to(root) and (copy := self.code / one.relative_to(root)).is_file():
-                return copy
+        # `root` contains no symbolic links, the path of the file may.
+        for original in (path, path.parent.resolve() / path.name):
+            if original.is_relative_to(root):
+                copy = self.code / original.relative_to(root)
+                if copy.is_file():
+                    return copy
         return None
 
     def with_original_paths(self, text: str) -> str:
         """Return a text in which files of this run's code snapshot have the paths from which they were copied."""
         root = self._copied_root()
-        return text.replace(f"{self.code}/", f"{root.rstrip('/')}/") if root else text
+        if not root:
+            return text
+        return text.replace(f"{self.code}/", f"{root.rstrip('/')}/")
 
     def _copied_root(self) -> str:
+        """Return the top of the code that was copied; empty if no code was."""
         code = (read_json(self.environment) or {}).get("code")
-        return str(code["root"]) if isinstance(code, dict) and code.get("copied") else ""
+        if not isinstance(code, dict) or not code.get("copied"):
+            return ""
+        return str(code["root"])
 
     @classmethod
     def create(cls, path: Path) -> Self:
@@ -391,26 +450,30 @@ class RunDir:
                     f"run folder {path} exists already: choose another `name`, or continue that run with"
                     f" `hpcdist resume {path.name}`"
                 ) from error
-            hint = " (in a container, run as the folder's owner: `--user $(id -u):$(id -g)`, rootless `--user 0:0`)"
+            hint = ""
+            if isinstance(error, PermissionError):
+                hint = " (in a container, run as the folder's owner: `--user $(id -u):$(id -g)`, rootless `--user 0:0`)"
             raise RunFolderError(
-                f"run folder {path} cannot be created ({error.strerror}): set `runs_dir` to a folder that you can write"
-                + hint * isinstance(error, PermissionError)
+                f"run folder {path} cannot be created ({error.strerror}): set `runs_dir` to a folder that you can"
+                f" write{hint}"
             ) from error
         run.write_state(State(status="created", created=time.time()))
         return run
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        if not all(retry.retry(file.is_file, file) for file in (path / "state.json", path / "config.yaml")):
-            raise RunFolderError(f"{path} holds no run (no state.json and config.yaml in it)")
+        """Return the run in a folder. Raises RunFolderError if the folder holds none."""
+        for file in (path / "state.json", path / "config.yaml"):
+            if not retry.retry(file.is_file, file):
+                raise RunFolderError(f"{path} holds no run (no state.json and config.yaml in it)")
         return cls(path.absolute())
 
     def read_state(self) -> State:
         """Return the content of `state.json`. Raises RunFolderError, with a repair, if it cannot be read."""
         path = self.path / "state.json"
-        found = fill(State, require_record(path), path)
+        state = fill(State, require_record(path), path)
         # A reason may quote file names with bytes that terminals reject.
-        return replace(found, reason=found.reason.encode(errors="replace").decode())
+        return replace(state, reason=state.reason.encode(errors="replace").decode())
 
     def write_state(self, state: State) -> None:
         """Write the state durably; a run that has finished or is cancelled loses its secrets."""
@@ -421,22 +484,29 @@ class RunDir:
     def send_request(self, request: StopRequest) -> None:
         """Send a request to the current attempt, and to the next one if that starts during this call."""
         requested = None
-        while (number := self.read_state().attempt) != requested:
+        while True:
+            number = self.read_state().attempt
+            if number == requested:
+                return
             self.attempt(number).send_request(request)
             requested = number
 
     def attempts(self) -> list[Attempt]:
+        """Return the attempts in the order of their numbers. Raises RunFolderError if their folder is missing."""
         folder = self.path / "attempts"
         try:
             names = retry.retry(lambda: os.listdir(folder), folder)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RunFolderError(f"{folder} is missing: restore it, or make an empty folder") from error
-        found = [folder / name for name in sorted(names) if re.fullmatch(r"[0-9]{1,9}", name)]
-        return [Attempt(path) for path in found if path.is_dir()]
+        paths = [folder / name for name in sorted(names) if re.fullmatch(r"[0-9]{1,9}", name)]
+        return [Attempt(path) for path in paths if path.is_dir()]
 
     def new_attempt(self) -> Attempt:
+        """Make the folder of the next attempt, with a new key."""
+
         def make() -> Attempt:
-            attempt = self.attempt(max((attempt.number for attempt in self.attempts()), default=0) + 1)
+            last = max((attempt.number for attempt in self.attempts()), default=0)
+            attempt = self.attempt(last + 1)
             attempt.path.mkdir()
             return attempt
 
@@ -455,11 +525,15 @@ class RunDir:
 # is the same on all nodes, in containers, in user namespaces and after a move of the folder.
 
 IDENTITY_VARIABLE = "HPCDIST_FOLDER_IDENTITY"
+#: Random bytes of an identity, which the file holds as hexadecimal digits.
+_IDENTITY_BYTES = 32
+_IDENTITY_LENGTH = 2 * _IDENTITY_BYTES
 
 
 def identity(folder: Path) -> str:
+    """Return the identity of a run folder, for IDENTITY_VARIABLE; make the file `identity` if it is missing."""
     if not _read(folder):
-        write_private(folder / "identity", secrets.token_hex(32))
+        write_private(folder / "identity", secrets.token_hex(_IDENTITY_BYTES))
     return _read(folder)
 
 
@@ -474,7 +548,7 @@ def require_same(folder: Path, env: Mapping[str, str]) -> None:
 
 @contextmanager
 def explain_replacement(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
-    """If the run folder was replaced meanwhile, raise this error instead of one of a missing or unreadable file."""
+    """Replace an error of a missing or unreadable file by that of `require_same`, if the run folder was replaced."""
     try:
         yield
     except (OSError, RunFolderError):
@@ -487,12 +561,14 @@ def _read(folder: Path) -> str:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with open(retry.retry(lambda: os.open(folder / "identity", flags), folder), "rb") as file:
-            content = file.read(65)
+            content = file.read(_IDENTITY_LENGTH + 1)  # one more shows that the file is too long
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP):
             raise
         return ""
-    return hashlib.sha256(content).hexdigest() if len(content) == 64 else ""
+    if len(content) != _IDENTITY_LENGTH:
+        return ""
+    return hashlib.sha256(content).hexdigest()
 
 
 # Intervals of reads and writes in a run folder, which limit the load of the shared file system at any scale. They are
@@ -512,7 +588,9 @@ _SHARE_OF_HANG = 0.25
 
 def beat_interval_s(rank: int, num_ranks: int, hang_timeout_s: float) -> float:
     """Return the seconds between heartbeats of a rank. Rank 0, which shows the progress, keeps the short interval."""
-    interval_s = BEAT_EVERY_S if rank == 0 else max(BEAT_EVERY_S, num_ranks / WRITES_PER_S)
+    interval_s = BEAT_EVERY_S
+    if rank != 0:
+        interval_s = max(BEAT_EVERY_S, num_ranks / WRITES_PER_S)
     return min(interval_s, _SHARE_OF_HANG * hang_timeout_s)
 
 
@@ -524,9 +602,13 @@ def num_due_ranks(num_ranks: int, since_last_s: float, hang_timeout_s: float) ->
 
 def system_interval_s(configured_s: float, num_nodes: int) -> float:
     """Return the seconds between system metrics of a node; 0 means none."""
-    return max(configured_s, num_nodes / WRITES_PER_S) if configured_s > 0 else 0.0
+    if configured_s <= 0:
+        return 0.0
+    return max(configured_s, num_nodes / WRITES_PER_S)
 
 
 def times_interval_s(num_nodes: int) -> float:
     """Return the minimum seconds between step times of a node; 0 for few nodes, which log at each interval."""
-    return num_nodes / TIMES_PER_S if num_nodes > TIMES_PER_S else 0.0
+    if num_nodes <= TIMES_PER_S:
+        return 0.0
+    return num_nodes / TIMES_PER_S

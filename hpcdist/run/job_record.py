@@ -42,36 +42,47 @@ class JobStart:
 class JobRecord:
     """The content of `job.json`: the starts of all jobs of a run, by job id and restart count, without damaged ones."""
 
-    job_id: str = ""  #: the job that the run was last submitted as, or the one before it
+    job_id: str = ""  #: the job of the last submission, or that of the submission before it
     jobs: dict[str, dict[str, dict[str, Any]]]
 
 
 def all_job_starts(run: RunDir) -> list[JobStart]:
-    starts = [start for starts in read_jobs(run).jobs.values() for start in starts.values()]
-    return sorted((fill(JobStart, one, run.path / "job.json") for one in starts), key=lambda one: one.began)
+    """Return the starts of all jobs of a run, oldest first."""
+    starts = []
+    for records in read_jobs(run).jobs.values():
+        for record in records.values():
+            starts.append(fill(JobStart, record, run.path / "job.json"))
+    return sorted(starts, key=lambda start: start.began)
 
 
 def job_starts(run: RunDir) -> list[dict[str, Any]]:
     """Return the records of all starts of the run's current job, oldest first."""
-    starts = read_jobs(run).jobs.get(str((read_record(run.slurm) or {}).get("job_id")), {})
+    submitted = read_record(run.slurm) or {}
+    job_id = str(submitted.get("job_id"))
+    starts = read_jobs(run).jobs.get(job_id, {})
     return [starts[number] for number in sorted(starts, key=int)]
 
 
 def read_jobs(run: RunDir) -> JobRecord:
-    noted = read_json(run.path / "job.json") or {}
-    earlier, job_id = noted.get("earlier"), noted.get("job_id")
-    jobs = dict(earlier) if isinstance(earlier, dict) else {}
-    if isinstance(job_id, str) and job_id:
-        jobs[job_id] = noted.get("starts")
-    return JobRecord(
-        job_id=job_id if isinstance(job_id, str) else "",
-        jobs={
-            one: {number: start for number, start in starts.items() if number.isdecimal() and _is_start(start)}
-            for one, starts in jobs.items()
-            # The id becomes an argument of Slurm's commands.
-            if isinstance(starts, dict) and JOB_ID.fullmatch(one)
-        },
-    )
+    """Return the content of `job.json`, without damaged entries; an empty record if there is no such file."""
+    saved = read_json(run.path / "job.json") or {}
+    jobs: dict[str, Any] = {}
+    earlier = saved.get("earlier")
+    if isinstance(earlier, dict):
+        jobs |= earlier
+    job_id = saved.get("job_id")
+    if not isinstance(job_id, str):
+        job_id = ""
+    if job_id:
+        jobs[job_id] = saved.get("starts")
+    record = JobRecord(job_id=job_id, jobs={})
+    for known_id, starts in jobs.items():
+        # The id becomes an argument of Slurm's commands.
+        if isinstance(starts, dict) and JOB_ID.fullmatch(known_id):
+            record.jobs[known_id] = {
+                number: start for number, start in starts.items() if number.isdecimal() and _is_start(start)
+            }
+    return record
 
 
 def _is_start(start: object) -> bool:

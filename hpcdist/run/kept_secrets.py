@@ -18,6 +18,7 @@ from hpcdist.run.folder import RunDir
 
 
 def keep(run: RunDir, values: Mapping[str, str]) -> None:
+    """Write the secrets of a run, by variable name; without any, remove the file."""
     if values:
         write_private(run.secrets, json.dumps(stamped({"values": dict(values)})))
     else:
@@ -30,21 +31,24 @@ def kept(run: RunDir) -> dict[str, str]:
     def read() -> tuple[os.stat_result, bytes]:
         # Without O_NONBLOCK, a pipe that nobody writes to would block.
         with open(os.open(run.secrets, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            about = os.fstat(file.fileno())
-            is_mine = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
-            return about, file.read() if is_mine else b""
+            status = os.fstat(file.fileno())
+            raw = b""
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                raw = file.read()
+            return status, raw
 
     try:
-        about, raw = retry.retry(read, run.secrets)
+        status, raw = retry.retry(read, run.secrets)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise RunFolderError(f"{run.secrets} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(about.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise RunFolderError(f"{run.secrets} is not a regular file: remove it")
-    if about.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return {}
-    if (mode := stat.S_IMODE(about.st_mode)) & 0o077:
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
         raise RunFolderError(
             f"{run.secrets} has mode {mode:04o}, so other users may have read its secrets: replace them, then `chmod"
             " 600` the file"

@@ -33,24 +33,31 @@ LOCK = ".lease.lock"
 RENEW_S = 10.0
 #: A holder on another host counts as dead if it has not renewed its lease for this time.
 STALE_S = 60.0
+#: A lease this old is stale whatever the clock of its host: clocks of hosts differ by less than ten minutes.
+SURELY_STALE_S = 600.0
 POLL_S = 0.5
 
 
 def holder(run: RunDir) -> dict[str, Any] | None:
-    found = _read(run)
-    return found if found is not None and _is_alive(found) else None
+    """Return the lease of a run if its holder is alive; None if nobody holds the run."""
+    lease = _read(run)
+    if lease is None or not _is_alive(lease):
+        return None
+    return lease
 
 
 def _read(run: RunDir) -> dict[str, Any] | None:
-    found = read_json(run.lease)
-    if found is None:
+    """Return the lease of a run; None if it is missing or damaged."""
+    lease = read_json(run.lease)
+    if lease is None:
         return None
-    texts = all(isinstance(found.get(key), str) for key in ("host", "user"))
-    numbers = all(
-        type(found.get(key)) in (int, float) and 0 <= found[key] <= LARGEST
-        for key in ("pid", "started", "acquired", "renewed")
-    )
-    return found if texts and numbers else None
+    for key in ("host", "user"):
+        if not isinstance(lease.get(key), str):
+            return None
+    for key in ("pid", "started", "acquired", "renewed"):
+        if type(lease.get(key)) not in (int, float) or not 0 <= lease[key] <= LARGEST:
+            return None
+    return lease
 
 
 def user_name() -> str:
@@ -71,23 +78,29 @@ def _processes() -> str:
 
 def is_held(run: RunDir) -> bool:
     """Return whether a live process holds a run. Waits until a holder on another host renews its lease or is stale."""
-    found = first = holder(run)
-    while found is not None and first is not None and not _is_here(found):
-        if found["renewed"] != first["renewed"]:
+    first = holder(run)
+    if first is None:
+        return False
+    lease: dict[str, Any] | None = first
+    while lease is not None and not _is_here(lease):
+        if lease["renewed"] != first["renewed"]:
             return True
         time.sleep(POLL_S)
-        found = holder(run)
-    return found is not None
+        lease = holder(run)
+    return lease is not None
 
 
 def _is_here(lease: dict[str, Any]) -> bool:
-    return (lease["host"], lease.get("processes", _processes())) == (socket.gethostname(), _processes())
+    """Return whether the holder is in this process table, so that its process id is valid here."""
+    processes = _processes()
+    place = (lease["host"], lease.get("processes", processes))
+    return place == (socket.gethostname(), processes)
 
 
 def _is_alive(lease: dict[str, Any]) -> bool:
     if not _is_here(lease):
         return abs(time.time() - float(lease["renewed"])) < STALE_S
-    import psutil  # slow to import, and a rank needs it never
+    import psutil  # slow to import, and ranks never need it
 
     try:
         process = psutil.Process(int(lease["pid"]))
@@ -97,11 +110,13 @@ def _is_alive(lease: dict[str, Any]) -> bool:
 
 
 class Held:
+    """The lease that this process holds, see `hold`."""
+
     def __init__(self, run: RunDir, mine: dict[str, Any]) -> None:
         self._run = run
         self._mine = mine
         self._renewed = self._tried = _now_s()
-        self._lost = ""
+        self._lost = ""  # the message of LeaseLostError, once another process has the lease
         self._failed = False
 
     def check(self) -> None:
@@ -124,16 +139,19 @@ class Held:
         self._tried = _now_s()
         try:
             with exclusive(self._run.path / LOCK, within_s=RENEW_S):
-                found = read_json(self._run.lease, within_s=0)
+                lease = read_json(self._run.lease, within_s=0)
                 # A successor that has already ended leaves no lease.
-                gone = found is None and _now_s() - self._renewed > STALE_S
-                if gone or (found is not None and found.get("owner") != self._mine["owner"]):
-                    by = "another process, which has ended"
-                    if found:
-                        by = "process {pid} of {user} on {host}".format(**found)
-                    mine = f"process {self._mine['pid']} on {self._mine['host']}"
-                    what = f"{self._run.kind} {self._run.name}"
-                    self._lost = f"{what} was taken over by {by}, while {mine} could not renew its lease"
+                is_gone = lease is None and _now_s() - self._renewed > STALE_S
+                is_taken = lease is not None and lease.get("owner") != self._mine["owner"]
+                if is_gone or is_taken:
+                    successor = "another process, which has ended"
+                    if lease:
+                        successor = "process {pid} of {user} on {host}".format(**lease)
+                    this_process = f"process {self._mine['pid']} on {self._mine['host']}"
+                    self._lost = (
+                        f"{self._run.kind} {self._run.name} was taken over by {successor}, while {this_process} could"
+                        " not renew its lease"
+                    )
                     log.error("%s", self._lost)
                     return
                 write_json(self._run.lease, self._mine | {"renewed": time.time()}, within_s=0)
@@ -149,10 +167,11 @@ class Held:
         self._renewed = _now_s()
 
     def release(self) -> None:
+        """Remove the lease unless another process holds it. Errors of the file system are logged."""
         try:
             with exclusive(self._run.path / LOCK):
-                found = read_json(self._run.lease)
-                if found is not None and found.get("owner") == self._mine["owner"]:
+                lease = read_json(self._run.lease)
+                if lease is not None and lease.get("owner") == self._mine["owner"]:
                     retry.remove(self._run.lease)
         except (OSError, RunFolderError) as error:
             log.warning("the lease of %s %s cannot be removed: %s", self._run.kind, self._run.name, error)
@@ -186,13 +205,7 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
     while True:
         with exclusive(run.path / LOCK):
             other = read_json(run.lease)
-            is_free = other is None or other == unchanged or (job_id is not None and other.get("job_id") == job_id)
-            if other is not None and not is_free:
-                if _is_alive(other):
-                    raise _held_by(run, other)
-                # Clocks of hosts differ by less than ten minutes, so an older lease is stale without a wait.
-                is_free = _is_here(other) or time.time() - float(other["renewed"]) > 600.0
-            if other is None or is_free:
+            if other is None or _is_free(run, other, unchanged=unchanged, job_id=job_id):
                 write_json(run.lease, mine | {"renewed": time.time()})
                 break
         unchanged = _watch(run, other)
@@ -213,6 +226,24 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
         held.release()
 
 
+def _is_free(run: RunDir, other: dict[str, Any], *, unchanged: dict[str, Any] | None, job_id: str | None) -> bool:
+    """Return whether the lease of another process can be taken over at once; False if it must be watched first.
+
+    Raises RunFolderError if the other process is alive.
+
+    Args:
+        unchanged: the lease that `_watch` has found stale.
+        job_id: Slurm job of this process.
+    """
+    if other == unchanged:
+        return True
+    if job_id is not None and other.get("job_id") == job_id:
+        return True
+    if _is_alive(other):
+        raise _held_by(run, other)
+    return _is_here(other) or time.time() - float(other["renewed"]) > SURELY_STALE_S
+
+
 def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
     """Return a lease that has not changed for STALE_S; None if it is gone."""
     log.warning(
@@ -222,11 +253,11 @@ def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
         time.sleep(POLL_S)
-        found = read_json(run.lease)
-        if found is None:
+        lease = read_json(run.lease)
+        if lease is None:
             return None
-        if found != other:
-            raise _held_by(run, found)
+        if lease != other:
+            raise _held_by(run, lease)
     return other
 
 

@@ -8,28 +8,41 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config.schema import Config
-from hpcdist.errors import RunFolderError, UserMistake, suggestion
+from hpcdist.errors import RunFolderError, UserMistake, plural, suggestion
 from hpcdist.host.ownership import is_mine, require_trusted
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import is_held
 from hpcdist.run.sweeps import SweepDir
 
 log = logging.getLogger(__name__)
+#: Limit of the characters of a name or path: a longer text is a mistake, such as pasted output.
+_MAX_LENGTH = 1024
+#: Number of matching runs that a message names.
+_MAX_LISTED = 5
 
 
 def list_runs(runs_dir: Path) -> tuple[list[RunDir], str]:
-    """Return all runs of the current user by name, and a note on folders of other users, which are not read."""
-    runs, num_others = [], 0
+    """Return all runs of the current user by name, and a note on folders of other users, which are not read.
+
+    The note is empty if there are none.
+    """
+    runs = []
+    num_others = 0
     for folder in _folders(runs_dir):
-        if not is_mine(folder):
-            num_others += _is_run(folder) or not os.access(folder, os.X_OK)
-        elif _is_run(folder):
-            runs.append(RunDir(folder))
-    others = f"{num_others} run folder{'s' * (num_others > 1)} of other users"
-    return runs, f"{others} skipped: `hpcdist status RUN` shows one by its name" if num_others else ""
+        if is_mine(folder):
+            if _is_run(folder):
+                runs.append(RunDir(folder))
+        elif _is_run(folder) or not os.access(folder, os.X_OK):
+            num_others += 1
+    note = ""
+    if num_others:
+        others = plural(num_others, "run folder")
+        note = f"{others} of other users skipped: `hpcdist status RUN` shows one by its name"
+    return runs, note
 
 
 def find_runs(runs_dir: Path) -> list[RunDir]:
+    """Return all runs of the current user by name."""
     return list_runs(runs_dir)[0]
 
 
@@ -40,56 +53,84 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
     """
     if not text.strip():
         raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
-    if len(text) > 1024 or not text.isprintable():
+    if len(text) > _MAX_LENGTH or not text.isprintable():
         raise RunFolderError(f"{text[:40]!r}… is not a name of a run: `hpcdist runs` lists all names")
-    # `abspath` keeps symbolic links, so that messages show the path that the user gave.
-    path = Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
-    if (given := _open(path)) is not None:
+    path = os.path.abspath(text)  # keeps symbolic links, so that messages show the path that the user gave
+    if ".." in Path(text).parts:
+        path = os.path.realpath(text)
+    given = _open(Path(path))
+    if given is not None:
         return given
-    found = [one for folder in _folders(runs_dir) if (one := _open(folder)) is not None]
-    own = [one for one in found if is_mine(one.path)]
-    exact = [one for one in found if text in (one.name, f"{one.experiment}/{one.name}")]
-    matches = (
-        [one for one in exact if one in own]
-        or exact
-        or [one for one in own if one.name.startswith(text)]
-        or [one for one in found if one.name.startswith(text)]
-    )
+    runs = []
+    for folder in _folders(runs_dir):
+        run = _open(folder)
+        if run is not None:
+            runs.append(run)
+    matches = _matches(text, runs)
     if len(matches) == 1:
         return matches[0]
     if matches:
-        names = ", ".join(f"{one.experiment}/{one.name}" for one in matches[:5])
-        kind = "sweeps" if all(isinstance(one, SweepDir) for one in matches) else "runs"
+        names = ", ".join(_full_name(run) for run in matches[:_MAX_LISTED])
+        kind = "runs"
+        if all(isinstance(run, SweepDir) for run in matches):
+            kind = "sweeps"
         raise RunFolderError(f"{text!r} matches {len(matches)} {kind} ({names}): write more of the name, or the folder")
     if Path(text).is_dir() and ("/" in text or text in (".", "..")):
         raise RunFolderError(f"{text!r} holds no run (no state.json and config.yaml in it): `hpcdist runs` lists runs")
-    known = [one.name for one in found] + [f"{one.experiment}/{one.name}" for one in found]
+    known = [run.name for run in runs] + [_full_name(run) for run in runs]
     hint = suggestion(text, known, "`hpcdist runs` lists them")
     raise RunFolderError(f"no run {text!r} under {runs_dir.absolute()}: {hint}")
 
 
+def _full_name(run: RunDir) -> str:
+    return f"{run.experiment}/{run.name}"
+
+
+def _matches(text: str, runs: list[RunDir]) -> list[RunDir]:
+    """Return the runs with a name, else those whose name begins with it; in each case, the user's own if there are any.
+
+    Args:
+        text: `experiment/name`, the name, or a prefix of the name.
+    """
+    by_name = [run for run in runs if text in (run.name, _full_name(run))]
+    by_prefix = [run for run in runs if run.name.startswith(text)]
+    matches = by_name or by_prefix
+    return [run for run in matches if is_mine(run.path)] or matches
+
+
 def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
-    """Return the user's newest run or sweep, no cell; with `active`, of those that run or wait."""
-    found: dict[float, RunDir] = {}
+    """Return the user's newest run or sweep, without the cells of sweeps. Raises RunFolderError if there is none.
+
+    Args:
+        active: whether only runs and sweeps that run or wait count.
+    """
+    runs: dict[float, RunDir] = {}
     for folder in _folders(runs_dir):
-        run = _open(folder) if is_mine(folder) and not os.path.lexists(folder / "cell.json") else None
+        if not is_mine(folder) or os.path.lexists(folder / "cell.json"):
+            continue
+        run = _open(folder)
+        if run is None:
+            continue
         with suppress(RunFolderError, OSError):
-            if run is not None and (not active or run.read_state().status in ("queued", "running")):
-                found[run.read_state().created] = run
-    if not found:
-        kind = " runs or waits" if active else ""
+            if not active or run.read_state().status in ("queued", "running"):
+                runs[run.read_state().created] = run
+    if not runs:
+        kind = ""
+        if active:
+            kind = " runs or waits"
         raise RunFolderError(
             f"no run in {runs_dir.absolute()}{kind}: name one, or set HPCDIST_RUNS_DIR to the folder of all runs"
         )
-    return found[max(found)]
+    return runs[max(runs)]
 
 
 def resolve_run(text: str, runs_dir: Path) -> RunDir:
-    found = resolve(text, runs_dir)
-    if isinstance(found, SweepDir):
-        cells = [cell.name for cell in found.cells()]
-        raise RunFolderError(f"{found.name} is a sweep: name one of its cells ({', '.join(cells[:3])}, …)")
-    return found
+    """Return a run like `resolve`. Raises RunFolderError for a sweep."""
+    run = resolve(text, runs_dir)
+    if isinstance(run, SweepDir):
+        cells = [cell.name for cell in run.cells()]
+        raise RunFolderError(f"{run.name} is a sweep: name one of its cells ({', '.join(cells[:3])}, …)")
+    return run
 
 
 def find_unfinished(config: Config) -> RunDir | None:
@@ -97,7 +138,7 @@ def find_unfinished(config: Config) -> RunDir | None:
 
     Takes up to a minute if it is uncertain whether a supervisor in another container is alive.
     """
-    found: list[tuple[float, RunDir]] = []
+    candidates: list[tuple[float, RunDir]] = []
     for run in find_runs(Path(config.runs_dir)):
         if run.experiment != config.experiment or run.slurm.exists():
             continue
@@ -108,8 +149,8 @@ def find_unfinished(config: Config) -> RunDir | None:
             log.warning("run %s is not resumed: %s", run.name, error)
             continue
         if state.status in ("stopped", "running") and _has_config(run, config):
-            found.append((state.created, run))
-    for _, run in sorted(found, key=lambda item: -item[0]):
+            candidates.append((state.created, run))
+    for _, run in sorted(candidates, key=lambda candidate: -candidate[0]):
         if run.environment.is_file() and not is_held(run):
             return run
     return None
@@ -131,7 +172,9 @@ def _has_config(run: RunDir, config: Config) -> bool:
 def _open(folder: Path) -> RunDir | None:
     if _is_run(folder):
         return RunDir(folder)
-    return SweepDir(folder) if os.path.lexists(folder / "sweep.json") else None
+    if os.path.lexists(folder / "sweep.json"):
+        return SweepDir(folder)
+    return None
 
 
 def _is_run(folder: Path) -> bool:
@@ -140,6 +183,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _folders(folder: Path, depth: int = 2) -> Iterator[Path]:
+    """Yield the folders `depth` levels below a folder, in the order of their names."""
     with suppress(OSError), os.scandir(os.path.abspath(folder)) as entries:
         for below in sorted(Path(entry) for entry in entries if os.path.isdir(entry)):
-            yield from _folders(below, depth - 1) if depth > 1 else [below]
+            if depth > 1:
+                yield from _folders(below, depth - 1)
+            else:
+                yield below
