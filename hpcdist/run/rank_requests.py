@@ -1,5 +1,6 @@
-"""Commands to the ranks of a running attempt that do not end it: `save` and `profile`. `RequestReader` also finds a
-request to stop.
+"""Requests to the ranks of a running attempt: the commands `save` and `profile`, which do not end it.
+
+`RequestReader` also finds a request to stop.
 
     attempts/001/command-001.json                the command; numbers begin with 1
     attempts/001/command-001.rank-00000.json     the result of a rank
@@ -33,24 +34,27 @@ DEFAULT_PROFILE_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class LiveCommand:
+    """The content of a command's file."""
+
     action: Action
     by: str = "unknown"  #: name of a user, or `MLflow`
     num_steps: int = DEFAULT_PROFILE_STEPS  #: steps of a profile
     ranks: list[int] = field(default_factory=lambda: [0])  #: ranks of a profile
-    time: float = 0.0  #: of the command, in seconds since the epoch
+    time: float = 0.0  #: when the command was sent, in seconds since the epoch
     key: str = ""  #: unique to a command whose sender may send it again after a crash; empty for others
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """The result of a command on one rank; of `save`, rank 0 alone reports."""
+    """The result of a command on one rank. For `save`, only rank 0 writes one."""
 
-    step: int = 0  #: of the checkpoint, or the first step of the profile
+    step: int = 0  #: step of the checkpoint, or first step of the profile
     num_steps: int = 0  #: profiled steps; fewer than requested if the run ended before
     path: str = ""  #: the checkpoint or trace, relative to the run folder
     error: str = ""
 
     def sentence(self, folder: str = "") -> str:
+        """Return the result for a message, with the path below `folder`."""
         if self.error:
             return self.error
         path = os.path.join(folder, self.path)
@@ -63,8 +67,10 @@ def read_command(attempt: Attempt, number: int, *, within_s: float | None = None
     """Return a command; None if there is none of this number, or it is incomplete."""
     path = attempt.command(number)
     raw = read_json(path, within_s=within_s)
+    if raw is None:
+        return None
     try:
-        return None if raw is None else fill(LiveCommand, raw, path)
+        return fill(LiveCommand, raw, path)
     except RunFolderError:
         return None
 
@@ -82,7 +88,10 @@ class RequestReader:
         self._next = 1
 
     def poll(self) -> bool:
-        """Return whether a stop is requested; finds one command at most: each number has its own round of the ranks."""
+        """Return whether a stop is requested, and note the next command in `newest`.
+
+        A call notes at most one command, because the ranks agree on one number at a time.
+        """
         if self.attempt.command(self._next).exists():
             command = read_command(self.attempt, self._next, within_s=0)
             if command is not None:  # else it is half written
@@ -102,18 +111,28 @@ def outcome_of(
 
     Args:
         is_over: the attempt has ended, so that no further results follow. Determine it before this call.
-        folder: of the paths in the lines; by default they are relative to the run folder.
+        folder: folder of the paths in the lines; by default they are relative to the run folder.
     """
     results = {rank: read_if_valid(CommandResult, attempt.command_result(number, rank)) for rank in ranks}
     if None in results.values() and not is_over:
         return None
-    missing = f"attempt {attempt.number} ended before it was done"
-    lines = [f"rank {rank}: {missing if it is None else it.sentence(folder)}" for rank, it in results.items()]
-    return lines, all(it is not None and not it.error for it in results.values())
+    lines = []
+    is_done = True
+    for rank, result in results.items():
+        if result is None:
+            sentence = f"attempt {attempt.number} ended before it was done"
+            is_done = False
+        else:
+            sentence = result.sentence(folder)
+            is_done = is_done and not result.error
+        lines.append(f"rank {rank}: {sentence}")
+    return lines, is_done
 
 
-#: Steps of one profile: the events of all of them are in memory until the last one.
+#: Limit of the steps of a profile, whose events stay in memory until its last step.
 MAX_PROFILE_STEPS = 1000
+#: Limit of the digits of a rank; a run has at most 262,144 ranks.
+_MAX_DIGITS = 9
 
 
 def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
@@ -123,54 +142,82 @@ def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
     """
     state = run.read_state()
     attempt = run.attempt(state.attempt)
-    numbers = itertools.takewhile(lambda number: retry.exists(attempt.command(number)), itertools.count(1))
-    for number in numbers if command.key else ():
-        if (sent := read_command(attempt, number)) is not None and sent.key == command.key:
+    if command.key:
+        number = _number_of(attempt, command.key)
+        if number is not None:
             return attempt, number
     if state.status != "running" or state.attempt == 0 or holder(run) is None:
         raise UserMistake(f"run {run.name} is not running: its state is {state.status!r}")
     config = read_stored(run.config).config
-    profiled = sorted(command.ranks) if command.action == "profile" else []
-    if outside := [rank for rank in profiled if rank >= state.world_size]:
-        raise UserMistake(f"run {run.name} has no rank {outside[0]}: its ranks are 0 to {state.world_size - 1}")
+    profiled: list[int] = []
+    if command.action == "profile":
+        profiled = sorted(command.ranks)
+    for rank in profiled:
+        if rank >= state.world_size:
+            raise UserMistake(f"run {run.name} has no rank {rank}: its ranks are 0 to {state.world_size - 1}")
     if config.trainer.script and attempt.read_beat(0) is None:
         raise UserMistake(
             f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
         )
     for rank in profiled:
-        account = (attempt.read_beat(rank) or {}).get("account")
-        seconds = account.get("seconds") if isinstance(account, dict) and account.get("cause") == "idle" else None
-        if isinstance(seconds, dict) and "compile" not in seconds:  # such as a parameter server
+        if _has_no_steps(attempt, rank):
             name = Roles.of(config.roles, state.world_size).name_of(rank)
             raise UserMistake(f"rank {rank} of run {run.name} ({name}) has no steps to profile: choose another rank")
-    if request := attempt.read_request():
+    request = attempt.read_request()
+    if request is not None:
         raise UserMistake(f"run {run.name} is ending ({request.sentence})")
     text = json.dumps(stamped({**asdict(command), "time": time.time()})) + "\n"
+    return attempt, retry.retry(lambda: _add_command(attempt, text), attempt.path)
 
-    def create() -> int:
-        temporary = attempt.path / f".command.{os.getpid()}.{secrets.token_hex(4)}"
-        write_atomic(temporary, text, mode=0o600)
-        try:
-            for number in itertools.count(1):
-                with suppress(FileExistsError):
-                    os.link(temporary, attempt.command(number))  # unlike a rename, it fails if the name is taken
-                    break
-        finally:
-            retry.discard(temporary)
-        return number
 
-    return attempt, retry.retry(create, attempt.path)
+def _number_of(attempt: Attempt, key: str) -> int | None:
+    """Return the number of the command with a key; None if the attempt has no such command."""
+    number = 1
+    while retry.exists(attempt.command(number)):
+        command = read_command(attempt, number)
+        if command is not None and command.key == key:
+            return number
+        number += 1
+    return None
+
+
+def _has_no_steps(attempt: Attempt, rank: int) -> bool:
+    """Return whether a rank's heartbeat shows that it only waits for requests, such as a parameter server."""
+    beat = attempt.read_beat(rank) or {}
+    account = beat.get("account")
+    if not isinstance(account, dict) or account.get("cause") != "idle":
+        return False
+    seconds = account.get("seconds")
+    return isinstance(seconds, dict) and "compile" not in seconds
+
+
+def _add_command(attempt: Attempt, text: str) -> int:
+    """Write the file of a command under the first free number. Returns the number."""
+    temporary = attempt.path / f".command.{os.getpid()}.{secrets.token_hex(4)}"
+    write_atomic(temporary, text, mode=0o600)
+    try:
+        for number in itertools.count(1):
+            with suppress(FileExistsError):
+                os.link(temporary, attempt.command(number))  # unlike a rename, it fails if the name is taken
+                break
+    finally:
+        retry.discard(temporary)
+    return number
 
 
 def parse_ranks(text: str, name: str) -> list[int]:
     """Return the ranks in a text such as `0,3`, the value of option `name`."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+    if not all(word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS for word in words):
         raise UserMistake(f"{name} {text[:40]!r}: expected ranks, separated by commas, such as 0,3")
     return sorted({int(word) for word in words})
 
 
 def profile_command(num_steps: int, ranks: list[int], *, by: str = "") -> LiveCommand:
+    """Return the command to profile some steps of some ranks; `by` is its author, by default the user.
+
+    Raises UserMistake if the number of steps is not from 1 to MAX_PROFILE_STEPS.
+    """
     if not 1 <= num_steps <= MAX_PROFILE_STEPS:
         raise UserMistake(f"a profile has 1 to {MAX_PROFILE_STEPS} steps, got {num_steps}")
     return LiveCommand(action="profile", by=by or user_name(), num_steps=num_steps, ranks=ranks)

@@ -1,4 +1,4 @@
-"""The last steps that an attempt and the attempts before it have done, and the steps that are done again."""
+"""The last step of an attempt and of the attempts before it, and the number of steps that a resume repeats."""
 
 import logging
 
@@ -7,26 +7,39 @@ from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import Attempt
 
 log = logging.getLogger(__name__)
+#: Limit of the heartbeats that `done_step` reads: ranks differ by a few steps at most.
+_MAX_BEATS = 64
 
 
 def reached_before(attempt: Attempt) -> int:
+    """Return the last step of the attempts before an attempt, or 0."""
     times = read_times(attempt)
-    return 0 if times is None else times.reached
+    if times is None:
+        return 0
+    return times.reached
 
 
 def done_step(attempt: Attempt) -> int | None:
     """Return the largest step that a rank of an attempt has done; None if it is unknown.
 
-    A killed rank has no outcome, and its heartbeat may be some seconds older than its end: other ranks know more.
+    A killed rank has no outcome, and its heartbeat may be some seconds older than its end. The files of other ranks may
+    therefore show a later step.
     """
     times = read_times(attempt)
     steps: list[int] = []
     try:
-        steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
+        for outcome in attempt.outcomes().values():
+            step = outcome.get("step")
+            if type(step) is int:
+                steps.append(step)
         if times is None or times.failed or not steps:  # else rank 0 has reported its last step
-            num_ranks = min(times.num_ranks if times is not None else 1, 64)  # whose heartbeats show the last step
-            beats = (attempt.read_beat(rank) for rank in range(num_ranks))
-            steps += [int(beat["step"]) for beat in beats if beat is not None]
+            num_ranks = 1
+            if times is not None:
+                num_ranks = min(times.num_ranks, _MAX_BEATS)
+            for rank in range(num_ranks):
+                beat = attempt.read_beat(rank)
+                if beat is not None:
+                    steps.append(int(beat["step"]))
     except (RunFolderError, OSError) as error:
         log.warning("the last step of attempt %d may be incomplete: %s", attempt.number, error)
     return max(steps, default=None)
@@ -38,5 +51,11 @@ def reached_step(attempt: Attempt) -> int:
 
 
 def lost_steps(done: int | None, resumed_at: int) -> int | None:
-    """Return how many of the steps that an attempt has done are done again from step `resumed_at`; None if unknown."""
-    return None if done is None else max(0, done - resumed_at)
+    """Return the number of steps that are repeated after a resume at step `resumed_at`; None if it is unknown.
+
+    Args:
+        done: the last step of the attempt before, as `done_step` returns it.
+    """
+    if done is None:
+        return None
+    return max(0, done - resumed_at)

@@ -16,15 +16,18 @@ def resume_point(run: RunDir, before: Attempt, script: Sequence[str] = ()) -> st
     if script:
         return _start(script_name(script), script_files(run))
     newest = newest_step(run)
-    at = "starting at step 0, since there is no checkpoint" if newest is None else f"resuming at step {newest}"
-    first = newest or 0
-    lost = lost_steps(done_step(before), first)
-    if not lost:
-        return at
-    # The range, because the last heartbeat of a killed rank may be older.
-    if lost == 1:
-        return f"{at}, 1 step lost (step {first + 1})"
-    return f"{at}, {lost} steps lost ({first + 1} to {first + lost})"
+    if newest is None:
+        newest = 0
+        place = "starting at step 0, since there is no checkpoint"
+    else:
+        place = f"resuming at step {newest}"
+    num_lost = lost_steps(done_step(before), newest)
+    if not num_lost:
+        return place
+    # The sentence names the steps, because the last heartbeat of a killed rank may be older than its last step.
+    if num_lost == 1:
+        return f"{place}, 1 step lost (step {newest + 1})"
+    return f"{place}, {num_lost} steps lost ({newest + 1} to {newest + num_lost})"
 
 
 def script_of(run: RunDir) -> str:
@@ -36,23 +39,33 @@ def script_of(run: RunDir) -> str:
 
 
 def continuation(run: RunDir) -> str:
-    if not (script := script_of(run)):
+    """Return a clause with the command that continues a run, and the point from which it continues."""
+    script = script_of(run)
+    if not script:
         return f"`{run.resume_command}` continues from the newest checkpoint"
     return f"`{run.resume_command}` {_start(script, script_files(run))}"
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
-    """Return how a run has stopped; of a script also what it has saved since `began`, and the effect of a resume."""
+    """Return how a run has stopped; for a script also the files that it has saved, and the effect of a resume.
+
+    Args:
+        began: begin of the attempt, in seconds since the epoch; older files do not count as saved.
+    """
     if not script:
         return "everything saved"
-    ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
+    outcome = attempt.outcomes().get(0, {})
+    ended = outcome.get("reason") or f"{script_name(script)} was ended by SIGTERM"
     saved = "saved nothing in hpcdist.checkpoint_dir()"
     files = retry.retry(lambda: script_files(run), run.checkpoints)
-    if files and (newest := run.checkpoints / files[-1]).lstat().st_mtime >= began:
-        saved = f"saved {run.checkpoints.name}/{newest.name}"
+    if files:
+        newest = run.checkpoints / files[-1]
+        if newest.lstat().st_mtime >= began:
+            saved = f"saved {run.checkpoints.name}/{newest.name}"
     return f"{ended} and {saved}; a resume {_start('it', files)}"
 
 
 def _start(script: str, files: Sequence[str]) -> str:
-    again, anew = "again, with its files in the run's checkpoints/", "from the beginning, unless it has saved elsewhere"
-    return f"starts {script} {again if files else anew}"
+    if files:
+        return f"starts {script} again, with its files in the run's checkpoints/"
+    return f"starts {script} from the beginning, unless it has saved elsewhere"

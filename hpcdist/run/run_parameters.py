@@ -2,13 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import unused_sections
 from hpcdist.config.written import StoredConfig
-from hpcdist.run.config_origin import LOCATION, read_origin
+from hpcdist.run.config_origin import LOCATION, Origin, read_origin
 from hpcdist.run.folder import RunDir
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
@@ -19,26 +19,46 @@ _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 def parameters(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
     """Return the redacted parameters of a run by dotted key.
 
-    Of a shipped trainer, they are all keys but those without effect, as of other trainers' sections. Of the user's own
-    code, they are `params`, the seed, the keys that its YAML or an override has set, and the arguments of a script;
-    without a readable `origin.json`, all keys.
+    A run with a shipped trainer has all keys as parameters, except those without effect, such as the sections of other
+    trainers. A run with the user's own code has the keys of `_set_values`, and the arguments of its script.
     """
-    script, values, origin = stored.config.trainer.script, stored.values, read_origin(run)
     if stored.trainer is not None:
-        unused = unused_sections(stored.config.trainer.target)
-        no_effect = {"optim.momentum"} if stored.config.optim.name != "sgd" else set()
-        return {k: value for k, value in values.items() if k.partition(".")[0] not in unused and k not in no_effect}
+        return _values_with_effect(stored)
+    script = stored.config.trainer.script
+    values = dict(stored.values)
+    origin = read_origin(run)
     if origin is not None:
-        always = ("params", *(["trainer.script"] if script else ["trainer.target", "seed"]), *origin.written)
-        values = {
-            key: value
-            for key, value in values.items()
-            if value != {}
-            and key not in (*LOCATION, "experiment")
-            # A resume may have changed further keys.
-            and (f"{key}.".startswith(tuple(f"{one}." for one in always)) or value != origin.values.get(key, value))
-        }
+        values = _set_values(values, origin, is_script=bool(script))
     return {**values, **redact_tree(script_arguments(script))}
+
+
+def _values_with_effect(stored: StoredConfig) -> dict[str, Any]:
+    unused = unused_sections(stored.config.trainer.target)
+    values = {}
+    for key, value in stored.values.items():
+        if key.partition(".")[0] in unused:
+            continue
+        if key == "optim.momentum" and stored.config.optim.name != "sgd":
+            continue
+        values[key] = value
+    return values
+
+
+def _set_values(values: Mapping[str, Any], origin: Origin, *, is_script: bool) -> dict[str, Any]:
+    """Return `params`, the trainer or script, the seed of a trainer, and the keys that YAML or an override has set."""
+    if is_script:
+        always = ["params", "trainer.script", *origin.written]
+    else:
+        always = ["params", "trainer.target", "seed", *origin.written]
+    prefixes = tuple(f"{key}." for key in always)
+    chosen = {}
+    for key, value in values.items():
+        if value == {} or key in (*LOCATION, "experiment"):
+            continue
+        is_changed = value != origin.values.get(key, value)  # a resume may have changed further keys
+        if is_changed or f"{key}.".startswith(prefixes):
+            chosen[key] = value
+    return chosen
 
 
 def script_arguments(command: Sequence[str]) -> dict[str, str]:
@@ -47,18 +67,29 @@ def script_arguments(command: Sequence[str]) -> dict[str, str]:
     A word after an option without `=` is its value; an option before another option is a flag, which is `true`. Other
     words are `arg1`, `arg2`, …
     """
-    found: dict[str, str] = {}
-    numbers, flag = itertools.count(1), ""
-    for word in command[2 if command[:1] == ["-m"] else 1 :]:
-        option, assignment = _OPTION.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+    arguments: dict[str, str] = {}
+    numbers = itertools.count(1)
+    flag = ""  # the option before the word, if it may have a value
+    num_skipped = 2 if command[:1] == ["-m"] else 1
+    for word in command[num_skipped:]:
+        option = _OPTION.fullmatch(word)
+        assignment = _ASSIGNMENT.fullmatch(word)
         if option:
             name = option[1].replace("-", "_")
-            found[name] = "true" if option[2] is None else option[2]
-            flag = name if option[2] is None else ""
-        elif word == "--":
+            if option[2] is None:
+                arguments[name] = "true"
+                flag = name
+            else:
+                arguments[name] = option[2]
+                flag = ""
+            continue
+        if word == "--":
             flag = ""
+        elif flag:
+            arguments[flag] = word
+            flag = ""
+        elif assignment:
+            arguments[assignment[1]] = assignment[2]
         else:
-            name, value = (assignment[1], assignment[2]) if assignment and not flag else (flag, word)
-            found[name or f"arg{next(numbers)}"] = value
-            flag = ""
-    return found
+            arguments[f"arg{next(numbers)}"] = word
+    return arguments

@@ -1,6 +1,7 @@
-"""Per-sample results of an evaluation, the file `samples.npy` of a checkpoint, by which two runs are compared in pairs.
+"""Per-sample results of an evaluation, in the file `samples.npy` of a checkpoint.
 
-The files are written and read without numpy, which a Python for ranks may lack.
+Two runs are compared sample by sample with them. The files are written and read without numpy, which the ranks' Python
+may lack.
 """
 
 import statistics
@@ -13,7 +14,12 @@ MAX_RESULTS = 1_000_000
 HEAD_BYTES = 128
 
 
+#: Tolerance of the mean of float results, relative to it: float32 has about seven digits.
+_MEAN_TOLERANCE = 1e-5
+
+
 def _npy_head(kind: str, num: int) -> bytes:
+    """Return the header of an .npy file with `num` values of NumPy's type `kind`."""
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({num},), }}"
     return b"\x93NUMPY\x01\x00\x76\x00" + f"{text:<117}\n".encode()
 
@@ -29,9 +35,14 @@ def parse_npy(raw: bytes, mean: float) -> Sequence[float] | None:
     """Return the results in a file of `npy`; None if it is another file, or their mean is not `mean`."""
     for kind, code in ("|u1", "B"), ("<f4", "f"):
         num, rest = divmod(len(raw) - HEAD_BYTES, array(code).itemsize)
-        if num > 0 and not rest and raw[:HEAD_BYTES] == _npy_head(kind, num):
-            values: Sequence[float] = array(code, raw[HEAD_BYTES:])
+        if num <= 0 or rest or raw[:HEAD_BYTES] != _npy_head(kind, num):
+            continue
+        values: Sequence[float] = array(code, raw[HEAD_BYTES:])
+        tolerance = _MEAN_TOLERANCE * abs(mean)
+        if code == "B":
             # The trainer may have rounded the mean otherwise, but by less than one correct sample.
-            tolerance = 0.5 / num if code == "B" else 1e-5 * abs(mean)
-            return values if abs(statistics.fmean(values) - mean) < tolerance else None
+            tolerance = 0.5 / num
+        if abs(statistics.fmean(values) - mean) < tolerance:
+            return values
+        return None
     return None

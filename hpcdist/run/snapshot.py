@@ -1,4 +1,8 @@
-"""The code of a run: the tree that holds it, its snapshot, its origin, its copy for a run like it."""
+"""The snapshot of a run's code.
+
+The module finds the tree that contains the code, copies it into the run folder, and records its origin in
+`environment.json`. A run that is like another one gets a copy of the other's snapshot.
+"""
 
 import filecmp
 import hashlib
@@ -53,12 +57,17 @@ def git_output(folder: Path, *arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False, env=_git_env())
     except FileNotFoundError:
         return ""
-    return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.decode(errors="surrogateescape")
 
 
 def git_root(cwd: Path) -> Path | None:
+    """Return the top of the git work tree that contains a folder; None if there is none, or no git."""
     top = git_output(cwd, "rev-parse", "--show-toplevel").strip()
-    return Path(top) if top else None
+    if not top:
+        return None
+    return Path(top)
 
 
 def git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]:
@@ -76,26 +85,44 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def own_module(config: Config) -> str:
-    """Return the top package of the user's module: of the trainer, or that a shipped trainer imports; "" if none."""
+    """Return the top-level name of the user's module: a trainer, or a module that a shipped trainer imports.
+
+    It is empty if the run has no code of the user's.
+    """
     if config.trainer.script:
         return config.trainer.script_name.partition(".")[0]
-    named = config.trainer.target
-    if (trainer := find_trainer(named)) is not None:
-        named = str(getattr(config.sections[named], trainer.module_key)) if trainer.module_key else ""
-    module, colon, _ = named.partition(":")
-    return module.partition(".")[0] if colon else ""
+    target = config.trainer.target
+    trainer = find_trainer(target)
+    if trainer is not None:
+        if not trainer.module_key:
+            return ""
+        target = str(getattr(config.sections[target], trainer.module_key))
+    module, colon, _ = target.partition(":")
+    if not colon:
+        return ""
+    return module.partition(".")[0]
 
 
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
-    """Return the script, or file or folder of the user's module, first in `path`; None if installed or missing."""
-    if file := config.trainer.script_file:
+    """Return the script, or the file or folder of the user's module, which is searched in `path` first.
+
+    None if it is installed as a package, or missing.
+    """
+    file = config.trainer.script_file
+    if file is not None:
         return file.parent.resolve() / file.name
     module = own_module(config)
-    if not module or (spec := find_module(module, path)) is None:
+    if not module:
         return None
-    folders = list(spec.submodule_search_locations or ())
-    place = Path(folders[0] if folders else spec.origin or "").resolve()
-    return None if {"site-packages", "dist-packages"} & {*place.parts} or not place.exists() else place
+    spec = find_module(module, path)
+    if spec is None:
+        return None
+    folders = [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    place = Path(folders[0]).resolve()
+    is_installed = "site-packages" in place.parts or "dist-packages" in place.parts
+    if is_installed or not place.exists():
+        return None
+    return place
 
 
 def is_own(config: Config) -> bool:
@@ -105,32 +132,48 @@ def is_own(config: Config) -> bool:
 
 def find_tree(config: Config, cwd: Path) -> tuple[Path, Path | None, bool]:
     """Return the top of the trainer's code, else `cwd`; the top of its git work tree; and whether it is copied."""
+    root: Path | None = None
     if is_own(config):
         place = trainer_place(config, [str(cwd)])
-        root = (git_root(place.parent) if place is not None else None) or git_root(cwd)
+        if place is not None:
+            root = git_root(place.parent)
+        root = root or git_root(cwd)
         return root or cwd, root, True
     package = Path(hpcdist.__file__).resolve()
-    root = git_root(package.parent) if git_paths(package.parent, "--cached", *UNTRACKED, package.name) else None
-    copied = root is not None and cwd.is_relative_to(root)
-    return root if copied and root else cwd, root, copied
+    if git_paths(package.parent, "--cached", *UNTRACKED, package.name):
+        root = git_root(package.parent)
+    if root is not None and cwd.is_relative_to(root):
+        return root, root, True
+    return cwd, root, False
 
 
 def import_roots(top: Path, files: Collection[Path]) -> list[str]:
     """Return the folders of a tree in which this Python finds modules: `src` of an editable install, for example."""
-    folders = {folder for file in files for folder in file.parents if top in folder.parents}
-    found = [Path(entry).resolve() for entry in sys.path if entry]
+    roots = [Path(entry).resolve() for entry in sys.path if entry]
     packages = {file.parent for file in files if file.name == "__init__.py"}
     for package in sorted(packages):
-        if package.parent not in packages and (spec := find_module(package.name, [])) is not None and spec.origin:
-            found += [package.parent] * (Path(spec.origin).resolve() == package / "__init__.py")
-    return [folder.relative_to(top).as_posix() for folder in dict.fromkeys(found) if folder in folders]
+        if package.parent in packages:
+            continue
+        spec = find_module(package.name, [])
+        if spec is not None and spec.origin and Path(spec.origin).resolve() == package / "__init__.py":
+            roots.append(package.parent)
+    folders = _folders_of(top, files)
+    return [root.relative_to(top).as_posix() for root in dict.fromkeys(roots) if root in folders]
 
 
-# Files of a tree that are no code.
+def _folders_of(top: Path, files: Collection[Path]) -> set[Path]:
+    """Return the folders below `top` that contain files."""
+    folders: set[Path] = set()
+    for file in files:
+        folders.update(folder for folder in file.parents if top in folder.parents)
+    return folders
+
+
+# Files of a tree that are not code.
 
 
 def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
-    """Return a function that returns whether a path below `top` is no code but of runs, hpcdist or an environment."""
+    """Return a function that returns whether a path below `top` belongs to runs, hpcdist or a virtual environment."""
     runs_dir = runs_dir.resolve()  # paths from git contain no symbolic links
 
     @cache
@@ -141,12 +184,10 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
             return True
         if not path.is_dir():
             return path.name.startswith(DATABASE)
-        return (
-            (path / "pyvenv.cfg").exists()
-            or ((path / "state.json").exists() and (path / "attempts").is_dir())
-            or path.name.startswith(".hpcdist-")
-            or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
-        )
+        if path.name.startswith(".hpcdist-") or (path / "pyvenv.cfg").exists():
+            return True
+        is_run = (path / "state.json").exists() and (path / "attempts").is_dir()
+        return is_run or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
 
     return is_foreign
 
@@ -155,7 +196,7 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
 
 _PACKAGES = ("torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
-#: A larger project folder has data or outputs in it, which each run would copy.
+#: Limit of a code snapshot: a larger project folder contains data or outputs, which each run would copy.
 MAX_CODE_MB = 200
 #: Limit of the untracked files that are recorded by name.
 MAX_UNTRACKED = 50
@@ -165,6 +206,8 @@ MAX_LINKS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class CodeState:
+    """The origin of a run's code, as `environment.json` records it."""
+
     cwd: str  #: folder in which the run was started
     root: str  #: top of the git work tree around it, or `cwd`
     git_commit: str | None
@@ -188,41 +231,51 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     lead to everything else. The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
     """
     top, root, copied = find_tree(config, cwd)
-    commit = git_output(root, "rev-parse", "HEAD").strip() or None if root else None
+    commit = ""
+    if root is not None:
+        commit = git_output(root, "rev-parse", "HEAD").strip()
     patch = ""
     changed: list[str] = []
     if root is not None and commit:
         options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
         patch = git_output(root, "diff", "--binary", *options)
-        changed = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
+        names = git_output(root, "diff", "--name-only", "-z", *options)
+        changed = [name for name in names.split("\0") if name]
     if patch:
         write_atomic(run.patch, patch.encode(errors="surrogateescape"))
     else:
         run.patch.unlink(missing_ok=True)
-    new = set(git_paths(root, *UNTRACKED)) if root and copied else set()
+    new_files: set[Path] = set()
+    if root is not None and copied:
+        new_files.update(git_paths(root, *UNTRACKED))
     kept: list[Path] = []
     if copied:
         is_foreign = foreign(Path(config.runs_dir), cwd, top)
-        # git also lists deleted files, and submodules as folders.
-        listed = git_paths(root, "--cached", *UNTRACKED) if root else _plain_files(top, is_foreign)
-        files = [path for path in listed if path.is_symlink() or path.is_file()]  # a link may be dangling
+        listed = git_paths(root, "--cached", *UNTRACKED) if root is not None else _plain_files(top, is_foreign)
+        # git also lists deleted files, and submodules as folders. A link may be dangling.
+        files = [path for path in listed if path.is_symlink() or path.is_file()]
         kept = [path for path in files if not is_foreign(path)]
-        _copy(top, kept, run.code, config)
+        _copy(top, kept, run.code)
         _link_rest(top, kept, run.code, is_foreign)
-    untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
+    untracked = [path.relative_to(top).as_posix() for path in kept if path in new_files]
+    no_commit = ""
+    if not commit:
+        no_commit = _why_no_commit(top, root)
     code = CodeState(
         cwd=str(cwd),
         root=str(top),
-        git_commit=commit,
+        git_commit=commit or None,
         git_dirty=bool(root and git_output(root, "status", "--porcelain", "--untracked-files=no")),
         copied=copied,
         changed=changed,
         untracked=untracked[:MAX_UNTRACKED],
         num_untracked=len(untracked),
         sources=import_roots(top, kept),
-        no_commit="" if commit else _why_no_commit(top, root),
+        no_commit=no_commit,
     )
-    return replace(code, live=_live(config, run, code)) if is_own(config) else code
+    if not is_own(config):
+        return code
+    return replace(code, live=_live(config, run, code))
 
 
 def _why_no_commit(top: Path, root: Path | None) -> str:
@@ -236,19 +289,20 @@ def _why_no_commit(top: Path, root: Path | None) -> str:
 
 
 def take_from(original: RunDir, config: Config, run: RunDir, cwd: Path) -> CodeState:
-    """Copy the code and the patch of another run. Code that it has not copied is taken as that of any new run.
+    """Copy the code and the patch of the run `original` into the folder of a new run.
 
-    Raises UserMistake if its copy of the code is gone.
+    If the original has no copy of its code, the new run gets its code by `take`. Raises UserMistake if the copy has
+    been removed.
     """
     code = code_state(original)
     if not code.copied:
         return take(config, run, cwd)
     if not original.code.is_dir():
-        back = f"restore the code in {code.root}"
+        fix = f"restore the code in {code.root}"
         if code.git_commit:
-            back = f"`git checkout {code.git_commit}` in {code.root}"
+            fix = f"`git checkout {code.git_commit}` in {code.root}"
         raise UserMistake(
-            f"the copy of the code of run {original.name} is gone: {original.code} does not exist; {back}, then"
+            f"the copy of the code of run {original.name} is gone: {original.code} does not exist; {fix}, then"
             f" `hpcdist run {original.config} name=NEW`"
         )
     shutil.copytree(original.code, run.code, symlinks=True)
@@ -258,9 +312,12 @@ def take_from(original: RunDir, config: Config, run: RunDir, cwd: Path) -> CodeS
 
 
 def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Callable[[Path], bool]) -> None:
-    """Link what the copy leaves out: data, by a path relative to `__file__`, and modules that a build generates."""
+    """Make links to the files beside the code that are not copied.
+
+    Code finds data by paths relative to `__file__`, and imports modules that a build has generated.
+    """
     links = 0
-    for folder in sorted({top, *(folder for file in files for folder in file.parents if top in folder.parents)}):
+    for folder in sorted({top, *_folders_of(top, files)}):
         for entry in folder.glob("*"):
             link = target / entry.relative_to(top)
             if entry.name in (".git", "__pycache__") or os.path.lexists(link) or is_foreign(entry):
@@ -274,25 +331,37 @@ def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Calla
 
 
 def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
+    """Return the folders and files of code that ranks import from their original places, which may change later."""
     place = trainer_place(config, import_path(code, run))
     live = []
     if place is not None and run.copy_in(code.root, place) is None and not place.is_relative_to(run.code.resolve()):
         live.append(str(place))
-        name = place.name if config.trainer.script else own_module(config)
+        name = own_module(config)
+        if config.trainer.script:
+            name = place.name
         log.warning("%s is imported from %s, not from a copy: later edits of it change the run", name, place)
     if config.container.runtime == "none" and config.cluster.environment.kind == "none":  # ranks have this Python
-        from importlib import metadata  # slow to import
-
-        for distribution in metadata.distributions():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                origin = parse_json((distribution.read_text("direct_url.json") or "").encode())
-                folder = Path(unquote(urlsplit(origin["url"]).path))
-                if origin["dir_info"]["editable"] and not folder.resolve().is_relative_to(code.root):
-                    live += [str(folder)] * (distribution.name != "hpcdist")
+        live += _editable_installs(code.root)
     return list(dict.fromkeys(live))
 
 
+def _editable_installs(root: str) -> list[str]:
+    """Return the folders outside `root` from which this Python imports editable installs, except hpcdist's."""
+    from importlib import metadata  # slow to import
+
+    folders = []
+    for distribution in metadata.distributions():
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            origin = parse_json((distribution.read_text("direct_url.json") or "").encode())
+            folder = Path(unquote(urlsplit(origin["url"]).path))
+            is_editable = origin["dir_info"]["editable"]
+            if is_editable and not folder.resolve().is_relative_to(root) and distribution.name != "hpcdist":
+                folders.append(str(folder))
+    return folders
+
+
 def _ignored(top: Path) -> set[Path]:
+    """Return the files that `.gitignore` excludes from a folder that is not in a git work tree."""
     if not (top / ".gitignore").is_file() or shutil.which("git") is None:
         return set()
     with tempfile.TemporaryDirectory() as folder:
@@ -306,12 +375,18 @@ def code_state(run: RunDir) -> CodeState:
     facts = read_record(run.environment)
     if facts is None:
         raise RunFolderError(f"run {run.name} is incomplete (no environment.json): remove {run.path}")
-    code = facts.get("code")
-    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
-    for folder in [found.cwd, *found.sources] if found.copied else []:
-        if ".." in Path(folder).parts or Path(folder).is_absolute() == (folder in found.sources):
+    raw = facts.get("code")
+    if not isinstance(raw, dict):
+        raw = {}
+    code = fill(CodeState, raw, run.environment)
+    if not code.copied:
+        return code
+    for folder in [code.cwd, *code.sources]:
+        # `cwd` is an absolute path, and `sources` are paths below `root`.
+        must_be_absolute = folder not in code.sources
+        if ".." in Path(folder).parts or Path(folder).is_absolute() != must_be_absolute:
             raise RunFolderError(f"{run.environment} is damaged: {folder} is not a folder of code")
-    return found
+    return code
 
 
 def import_path(code: CodeState, run: RunDir) -> list[str]:
@@ -319,28 +394,41 @@ def import_path(code: CodeState, run: RunDir) -> list[str]:
     if not code.copied:
         return []
     cwd = Path(code.cwd)
-    is_inside = cwd.is_relative_to(code.root)
-    first = [run.code / cwd.relative_to(code.root)] if is_inside else []
-    last = [] if is_inside else [cwd]
-    return list(dict.fromkeys(map(str, [*first, run.code, *(run.code / name for name in code.sources), *last])))
+    folders = [run.code, *(run.code / name for name in code.sources)]
+    if cwd.is_relative_to(code.root):
+        folders.insert(0, run.code / cwd.relative_to(code.root))
+    else:
+        folders.append(cwd)
+    return list(dict.fromkeys(map(str, folders)))
 
 
 def changed_files(code: CodeState, run: RunDir) -> list[str]:
     """Return the files of the copy whose originals now have another content, by their path below `root`."""
-    copies = [copy for copy in sorted(run.code.rglob("*")) if copy.is_file() and not copy.is_symlink()]
-    pairs = [(copy, code.root / copy.relative_to(run.code)) for copy in copies if code.copied]
-    changed = [copy for copy, origin in pairs if origin.is_file() and not filecmp.cmp(copy, origin)]
-    return [copy.relative_to(run.code).as_posix() for copy in changed]
+    if not code.copied:
+        return []
+    changed = []
+    for copy in _files_below(run.code):
+        name = copy.relative_to(run.code)
+        original = code.root / name
+        if original.is_file() and not filecmp.cmp(copy, original):
+            changed.append(name.as_posix())
+    return changed
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return all files below a folder without links, in the order of their paths."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
     """Record machine, versions and origin of the code in `environment.json`, but no environment variables."""
+    arguments = redact_words([redacted_argument(argument) for argument in sys.argv[1:]])
     write_json(
         run.environment,
         {
             "host": socket.gethostname(),
             "user": user_name(),
-            "command": " ".join(["hpcdist", *map(str, redact_words([*map(redacted_argument, sys.argv[1:])]))]),
+            "command": " ".join(["hpcdist", *map(str, arguments)]),
             **machine_facts(),
             "git_commit": code.git_commit,
             "git_dirty": code.git_dirty if code.git_commit else None,
@@ -353,11 +441,11 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
 
 def code_digest(folder: Path) -> str:
     """Return a 12-digit digest of the names and contents of all files in a copy of code, without its links."""
-    found = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+    digest = hashlib.sha256()
+    for path in _files_below(folder):
         name = path.relative_to(folder).as_posix().encode(errors="surrogateescape")
-        found.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:12]
+        digest.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def machine_facts() -> dict[str, Any]:
@@ -380,7 +468,9 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
-    files, ignored = [], _ignored(top)
+    """Return the files below `top`, without hidden and ignored ones. The walk skips hidden and foreign folders."""
+    files = []
+    ignored = _ignored(top)
     for folder, subfolders, names in os.walk(top):
         here = Path(folder)
         shown = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
@@ -391,15 +481,16 @@ def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
     return [path for path in files if path not in ignored]
 
 
-def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
+def _copy(top: Path, files: list[Path], target: Path) -> None:
+    """Copy files below `top` to the same places below `target`. Raises UserMistake beyond MAX_CODE_MB."""
     sizes: dict[Path, int] = {}
     for path in files:
         with suppress(FileNotFoundError, NotADirectoryError):  # it has vanished
             sizes[path] = path.lstat().st_size
     total = sum(sizes.values())
     if total > MAX_CODE_MB * MB:
-        three = sorted(sizes.items(), key=lambda item: -item[1])[:3]
-        largest = ", ".join(f"{path.relative_to(top)} ({size / MB:.1f} MB)" for path, size in three)
+        by_size = sorted(sizes.items(), key=lambda item: -item[1])
+        largest = ", ".join(f"{path.relative_to(top)} ({size / MB:.1f} MB)" for path, size in by_size[:3])
         raise UserMistake(
             f"the code under {top} has {total / MB:.1f} MB, more than {MAX_CODE_MB} MB (largest: {largest}): name data"
             " and outputs in .gitignore (the copy then has links to them)"

@@ -24,6 +24,8 @@ from hpcdist.slurm.output import JobInfo, SlurmError
 
 #: States of a start in accounting after which Slurm may have started the job again.
 _STARTED_AGAIN = ("REQUEUED", "PREEMPTED", "NODE_FAIL", "RESIZING")
+#: Time after the end of a start in which the nodes that are down are those that ended it; later, others may be down.
+_FAILED_NODES_KNOWN_S = 3600.0
 
 
 def job_of(run: RunDir) -> JobRef | None:
@@ -41,7 +43,8 @@ def job_of(run: RunDir) -> JobRef | None:
 
 def keep_job(run: RunDir) -> None:
     """Note the job of a run in `job.json`, before `slurm.json` gets another one: accounting can complete it later."""
-    if (job := job_of(run)) is None:
+    job = job_of(run)
+    if job is None:
         return
     record = read_jobs(run)
     if job.id not in record.jobs:
@@ -65,24 +68,32 @@ def update_job_starts(run: RunDir) -> None:
     """Complete the records of all jobs of a run from Slurm's accounting; without an answer they remain as they are."""
     job = job_of(run)
     record = read_jobs(run)
-    job_id = record.job_id if job is None else job.id
-    jobs = record.jobs | ({job_id: record.jobs.get(job_id, {})} if job is not None else {})
-    completed = {
-        one: starts
-        if _is_complete(starts)
-        else _completed(starts, one, job.name if job is not None and one == job.id else "")
-        for one, starts in jobs.items()
-    }
+    jobs = dict(record.jobs)
+    job_id = record.job_id
+    if job is not None:
+        job_id = job.id
+        jobs.setdefault(job_id, {})
+    completed = {}
+    for known_id, starts in jobs.items():
+        if _is_complete(starts):
+            completed[known_id] = starts
+        elif job is not None and known_id == job.id:
+            completed[known_id] = _completed(starts, known_id, job.name)
+        else:
+            completed[known_id] = _completed(starts, known_id)
     if completed != jobs:
         _write(run, JobRecord(job_id=job_id, jobs=completed))
 
 
 def _is_complete(starts: Mapping[str, dict[str, Any]]) -> bool:
-    return (
-        bool(starts)
-        and all(start.get("ended") is not None and start.get("cores") for start in starts.values())
-        and starts[max(starts, key=int)].get("state") not in _STARTED_AGAIN
-    )
+    """Return whether accounting has reported the end of a job and of all its starts."""
+    if not starts:
+        return False
+    for start in starts.values():
+        if start.get("ended") is None or not start.get("cores"):
+            return False
+    last = starts[max(starts, key=int)]
+    return last.get("state") not in _STARTED_AGAIN
 
 
 def _completed(starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str = "") -> dict[str, dict[str, Any]]:
@@ -96,34 +107,43 @@ def _completed(starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str 
     except SlurmError:
         return dict(starts)
     known = [start for start in accounted if job_name in ("", start.name)]
-    began = [start["began"] for start in starts.values()]
-    is_known = (
-        job_name or not began or any(abs(one.began - moment) <= SAME_START_S for one in known for moment in began)
-    )
-    if not known or not is_known:
+    # Accounting learns of a start some seconds later.
+    late = []
+    for start in starts.values():
+        if not any(_is_same_start(start, began=other.began) for other in known):
+            late.append(start)
+    is_other_job = not job_name and starts and len(late) == len(starts)
+    if not known or is_other_job:
         return dict(starts)
     completed = {}
-    for number, start in enumerate(known):
-        facts = {key: value for key, value in asdict(start).items() if key != "name" and value is not None}
+    for number, accounted_start in enumerate(known):
+        facts = {key: value for key, value in asdict(accounted_start).items() if key != "name" and value is not None}
         completed[str(number)] = facts | _failed_nodes(facts, starts.values())
-    # Accounting learns of a start some seconds later.
-    late = [start for start in starts.values() if all(abs(start["began"] - one.began) > SAME_START_S for one in known)]
-    return completed | {str(len(known) + index): start for index, start in enumerate(late)}
+    for number, start in enumerate(late, start=len(known)):
+        completed[str(number)] = start
+    return completed
+
+
+def _is_same_start(start: Mapping[str, Any], *, began: float) -> bool:
+    return bool(abs(start["began"] - began) <= SAME_START_S)
 
 
 def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the key of the nodes whose failure ended a start of a job, if they are known.
+    """Return the key `failed_nodes` of a start that the failure of nodes has ended; empty if they are unknown.
 
     Accounting does not name them in all versions of Slurm: they are the nodes of the start that are down or have booted
-    soon after its end. The records before, `earlier`, keep the answer.
+    soon after its end.
+
+    Args:
+        earlier: records of the same starts, which may contain the key from an earlier call.
     """
     if record.get("state") != "NODE_FAIL" or not record.get("nodes"):
         return {}
-    for one in earlier:
-        if "failed_nodes" in one and abs(one["began"] - record["began"]) <= SAME_START_S:
-            return {"failed_nodes": one["failed_nodes"]}
-    # Later, other nodes may be down.
-    if time.time() - (record.get("ended") or 0.0) > 3600.0:
+    for start in earlier:
+        if "failed_nodes" in start and _is_same_start(start, began=record["began"]):
+            return {"failed_nodes": start["failed_nodes"]}
+    ended = record.get("ended") or 0.0
+    if time.time() - ended > _FAILED_NODES_KNOWN_S:
         return {}
     try:
         return {"failed_nodes": ",".join(client.failed_nodes(expand(record["nodes"]), record["began"]))}
@@ -148,6 +168,8 @@ QUERY_UNAVAILABLE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
+    """The status of a run at one moment."""
+
     name: str  #: the status in `state.json`, or `queued`, or `lost`: the supervisor died without recording an end
     state: State
     final: bool  #: the status cannot change unless a user resumes the run
@@ -157,6 +179,7 @@ class RunStatus:
 
     @property
     def sentence(self) -> str:
+        """The status and its reason."""
         return sentence_of(self.name, self.reason)
 
     @property
@@ -166,8 +189,11 @@ class RunStatus:
 
 
 def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
+    """Query Slurm for the job of a run; None for a local run. `history`: see `status_of`."""
     job = job_of(run)
-    return client.take_snapshot(job, history=history) if job is not None else None
+    if job is None:
+        return None
+    return client.take_snapshot(job, history=history)
 
 
 def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path, JobSnapshot]:
@@ -175,22 +201,28 @@ def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path
     jobs: dict[Path, tuple[JobRef, bool]] = {}
     for run in runs:
         with suppress(RunFolderError, OSError):  # reported when the caller reads the run's state
-            if (job := job_of(run)) and not ((ended := run.read_state().status in ENDED) and skip_ended):
-                jobs[run.path] = (job, ended)
-    try:
-        known = client.query_jobs([job.id for job, _ in jobs.values()]) if len(jobs) > 1 else {}
-    except SlurmError as error:
-        return dict.fromkeys(jobs, JobSnapshot(error=str(error), installed=error.installed))
-    found = {}
-    for path, (job, ended) in jobs.items():
+            job = job_of(run)
+            if job is None:
+                continue
+            has_ended = run.read_state().status in ENDED
+            if not (has_ended and skip_ended):
+                jobs[run.path] = (job, has_ended)
+    known: Mapping[str, JobInfo] = {}
+    if len(jobs) > 1:
+        try:
+            known = client.query_jobs([job.id for job, _ in jobs.values()])
+        except SlurmError as error:
+            return dict.fromkeys(jobs, JobSnapshot(error=str(error), installed=error.installed))
+    snapshots = {}
+    for path, (job, has_ended) in jobs.items():
         facts = known.get(job.id)
         if facts is not None and job.name in ("", facts.name):
-            found[path] = JobSnapshot(info=facts)
-        elif ended and len(jobs) > 1:
-            found[path] = JobSnapshot()
+            snapshots[path] = JobSnapshot(info=facts)
+        elif has_ended and len(jobs) > 1:
+            snapshots[path] = JobSnapshot()
         else:  # squeue does not know jobs of another cluster, nor jobs that ended some minutes ago
-            found[path] = client.take_snapshot(job)
-    return found
+            snapshots[path] = client.take_snapshot(job)
+    return snapshots
 
 
 def status_of(run: RunDir, *, history: bool = False) -> RunStatus:
@@ -199,38 +231,51 @@ def status_of(run: RunDir, *, history: bool = False) -> RunStatus:
 
 
 def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
-    """Return the status of a run, given a snapshot of its job, taken before this call; None for a local run.
+    """Return the status of a run.
 
-    A job that the snapshot shows as ended has written everything.
+    Args:
+        snapshot: the run's job; None for a local run. Take it before this call: the files of a job that it shows as
+            ended are then complete.
     """
     # Opening a folder makes a network file system refresh its cached attributes.
     retry.retry(lambda: os.scandir(run.path).close(), run.path)
-    facts = snapshot.info if snapshot else None
+    facts: JobInfo | None = None
+    slurm_error = ""
+    if snapshot is not None:
+        facts = snapshot.info
+        slurm_error = snapshot.error
+    job_is_alive = facts is not None and facts.alive
     # The lease of a killed supervisor on another host stays fresh for a while; Slurm's view takes precedence.
-    held = holder(run) is not None and not (facts is not None and (facts.waiting or not facts.alive))
+    is_held = holder(run) is not None
+    if facts is not None and (facts.waiting or not facts.alive):
+        is_held = False
     state = run.read_state()
 
     def status(name: str, reason: str = state.reason, *, final: bool = False) -> RunStatus:
-        error = snapshot.error if snapshot else ""
         if name == "queued" and reason:
             reason = f"requeued ({reason})"  # the reason is that of the end before
-        return RunStatus(name=name, state=state, final=final, reason=reason, facts=facts, slurm_error=error)
+        return RunStatus(name=name, state=state, final=final, reason=reason, facts=facts, slurm_error=slurm_error)
 
     if state.status in ("finished", "cancelled") or state.rejected:
         return status(state.status, final=True)
     if state.status in ENDED:
         # A supervisor that still holds the run, or a job that is still alive, may be about to continue it.
-        return status(state.status, final=not held and not (facts is not None and facts.alive))
-    if held or state.status == "created":
+        return status(state.status, final=not is_held and not job_is_alive)
+    if is_held or state.status == "created":
         return status(state.status)
     if snapshot is None:
-        return status("lost", final=True) if state.status == "running" else status(state.status)
+        if state.status == "running":
+            return status("lost", final=True)
+        return status(state.status)
     if snapshot.is_over and facts is not None:
-        unrecorded = ", its supervisor exited without recording a status" if facts.state == "COMPLETED" else ""
-        return status("lost", facts.sentence() + unrecorded, final=True)
+        reason = facts.sentence()
+        if facts.state == "COMPLETED":
+            reason += ", its supervisor exited without recording a status"
+        return status("lost", reason, final=True)
     if snapshot.is_over:
         job = job_of(run)
-        reason = f"Slurm no longer knows job {job.id if job else '?'}, and its supervisor did not record a status"
+        job_id = "?" if job is None else job.id
+        reason = f"Slurm no longer knows job {job_id}, and its supervisor did not record a status"
         return status("lost", reason, final=True)
     if facts is not None and facts.waiting:
         return status("queued")
@@ -240,7 +285,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
 
 
 class StatusWatch:
-    """Statuses of runs, polled again and again; Slurm is queried every few seconds.
+    """Polls the statuses of runs; Slurm is queried every few seconds.
 
     A Slurm run counts as lost only after two snapshots of its job: a job leaves the queue before a slow file system
     shows the last state that its supervisor wrote.
@@ -254,22 +299,25 @@ class StatusWatch:
         self._first_lost: dict[Path, JobSnapshot] = {}
 
     def poll(self, runs: Sequence[RunDir]) -> list[RunStatus]:
+        """Return the current status of each run."""
         jobs = {run.path: job_of(run) for run in runs}
         is_new = any(self._jobs.get(path) != job for path, job in jobs.items())  # also after a resubmission
         self._jobs |= jobs
         if is_new or self._clock() >= self._next_query:
             self._snapshots = query_jobs(runs)
-            is_away = any(snapshot.error for snapshot in self._snapshots.values())
-            self._next_query = self._clock() + (QUERY_UNAVAILABLE_S if is_away else QUERY_EVERY_S)
+            interval_s = QUERY_EVERY_S
+            if any(snapshot.error for snapshot in self._snapshots.values()):
+                interval_s = QUERY_UNAVAILABLE_S
+            self._next_query = self._clock() + interval_s
         statuses = []
         for run in runs:
             snapshot = self._snapshots.get(run.path)
-            found = status_from(run, snapshot)
-            if found.name != "lost" or snapshot is None:
+            status = status_from(run, snapshot)
+            if status.name != "lost" or snapshot is None:
                 self._first_lost.pop(run.path, None)
             elif self._first_lost.setdefault(run.path, snapshot) is snapshot:
-                found = replace(found, name=found.state.status, final=False, slurm_error="")
-            statuses.append(found)
+                status = replace(status, name=status.state.status, final=False, slurm_error="")
+            statuses.append(status)
         return statuses
 
 
@@ -278,31 +326,39 @@ def close_if_lost(run: RunDir) -> str:
     if run.read_state().status in ENDED:
         return ""  # without a query to Slurm: there may be many old runs
     snapshot = query_job(run)
-    found = status_from(run, snapshot)
+    current = status_from(run, snapshot)
     lease = read_json(run.lease) or {}
     status: Status = "failed"
-    reason, ended = found.reason, None
+    reason = current.reason
+    ended: float | None = None
+    job_id = None
     if snapshot is None:
         # A created run that was never held still waits for its start.
-        if found.name != "lost" and not (found.name == "created" and lease and holder(run) is None):
+        has_died_early = current.name == "created" and lease and holder(run) is None
+        if current.name != "lost" and not has_died_early:
             return ""
         reason = "its supervisor died"
-    elif found.name != "lost" or not snapshot.is_over:
-        return ""
-    elif found.facts is not None:
-        status = _CLOSED_AS.get(found.facts.state, "failed")
-        ended = found.facts.ended
-    renewed = lease.get("renewed")
-    last_sign = renewed if isinstance(renewed, int | float) and 0 < renewed <= LARGEST else time.time()
-    # The lease of a dead job is void.
-    with hold(run, job_id=lease.get("job_id") if snapshot is not None else None):
-        run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign, lost=True))
+    else:
+        if current.name != "lost" or not snapshot.is_over:
+            return ""
+        job_id = lease.get("job_id")  # so that `hold` takes over the lease of the dead job at once
+        if current.facts is not None:
+            status = _CLOSED_AS.get(current.facts.state, "failed")
+            ended = current.facts.ended
+    if not ended:
+        renewed = lease.get("renewed")
+        is_time = isinstance(renewed, int | float) and 0 < renewed <= LARGEST
+        ended = renewed if is_time else time.time()
+    with hold(run, job_id=job_id):
+        run.write_state(replace(current.state, status=status, reason=reason, ended=ended, lost=True))
     return reason
 
 
 # Requests to stop or cancel a run.
 
 POLL_S = 0.5
+#: Limit of the wait for the supervisor of a job that has just started.
+_START_TIMEOUT_S = 30.0
 
 
 def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
@@ -314,10 +370,12 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     request = StopRequest(action=action, cause="user", by=by or author_of(action))
     snapshot = query_job(run)
     if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
-        if (done := _dequeue(run, request, snapshot)) is not None:
-            return done
+        message = _dequeue(run, request, snapshot)
+        if message is not None:
+            return message
         # The job has just started: its supervisor holds the run soon, or never. No event shows that on another host.
-        deadline, before = time.monotonic() + 30.0, run.read_state().attempt
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        before = run.read_state().attempt
         while time.monotonic() < deadline and (holder(run) is None or run.read_state().attempt <= before):
             time.sleep(POLL_S)
     state = run.read_state()
@@ -328,17 +386,23 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     run.send_request(request)
     if action == "cancel":
         return f"{run.name} will end at once"
-    if script := script_of(run):
+    script = script_of(run)
+    if script:
         limit = "and SIGKILL unless it ends within launch.stop_grace_s"
         return f"{run.name}: {script} gets SIGTERM, {limit}; `hpcdist status {run.name}` shows what it has saved"
     return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
 
 
 def author_of(action: str) -> str:
+    """Return the author of a request that the command `hpcdist ACTION` of this user sends."""
     return f"`hpcdist {action}` by {user_name()}"
 
 
 def _dequeue(run: RunDir, request: StopRequest, snapshot: JobSnapshot) -> str | None:
+    """Take the job of a run out of the queue, and return a message; None if the job does not wait any more.
+
+    Raises UserMistake if the run is not running, or Slurm does not answer.
+    """
     job = job_of(run)
     assert job is not None
     status = status_from(run, snapshot)
@@ -355,9 +419,11 @@ def _dequeue(run: RunDir, request: StopRequest, snapshot: JobSnapshot) -> str | 
     after = query_job(run)
     if after is None or not after.is_over:
         return None
-    ended: Status = "stopped" if request.action == "stop" else "cancelled"
+    ended: Status = "cancelled"
+    if request.action == "stop":
+        ended = "stopped"
     reason = f"taken out of the queue ({request.sentence})"
-    # The lease of a dead job is void.
-    with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
+    lease = read_json(run.lease) or {}
+    with hold(run, job_id=lease.get("job_id")):  # takes over the lease of the dead job at once
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))
     return f"job {job.id} of {run.name} was taken out of the queue; `{run.resume_command}` submits it again"

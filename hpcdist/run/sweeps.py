@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -28,18 +28,23 @@ from hpcdist.run.config_origin import Origin
 from hpcdist.run.folder import ENDED, RunDir, State, Status, claim_experiment, read_record, require_record
 from hpcdist.run.lease import holder
 
-#: Keys that define the folder of a cell, or that are common to all tasks of a job array.
+#: Keys that cannot be swept: they define the folder of a cell, or are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
 #: The key that repeats a setting: cells that differ by it alone are one setting.
 REPETITION = "seed"
 #: Keys that do not affect results: later cells of a sweep may have other values and remain comparable.
 _MAY_CHANGE = ("name", "runs_dir", "cluster", "launch", "tracking", "checkpoint")
+#: Limits of the characters that a value and a cell have in the name of a folder.
 _MAX_VALUE = 24
 _MAX_CELL = 100
+#: Characters of a hash that replaces the rest of a longer text.
+_HASH_LENGTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
+    """One run of a sweep."""
+
     name: str  #: name of the run
     label: str  #: name of its MLflow run: `lr=0.1 seed=2`
     values: dict[str, Any]  #: value in the config of each swept key
@@ -66,7 +71,7 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tupl
     """Return the values of each key in arguments `key=v1,v2`; a comma inside brackets or quotes is part of a value."""
     problems: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
-    given = [text.partition("=")[0] for text in overrides]
+    overridden = [text.partition("=")[0] for text in overrides]
     for text in texts:
         key, equals, raw = text.partition("=")
         words = _split(raw)
@@ -76,7 +81,7 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tupl
             problems.append(f"{key} cannot be swept: all cells share it")
         elif any(_covers(other, key) or _covers(key, other) for other in axes):
             problems.append(f"{key} is swept twice: write its values in one --sweep")
-        elif any(_covers(key, name) for name in given):
+        elif any(_covers(key, name) for name in overridden):
             problems.append(f"{key} is both swept and overridden: remove one of them")
         elif words is None:
             problems.append(f"{key}: a bracket or quote is not closed in {raw!r}")
@@ -91,24 +96,31 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tupl
 
 def with_repetitions(axes: Sequence[str] | None, repeat: int | None, overrides: Sequence[str]) -> list[str]:
     """Return the arguments of `--sweep`, and the seeds 1 to `repeat` as one more axis."""
-    given = [*(f"--sweep {axis}" for axis in axes or []), *overrides]
-    for word in given if repeat else ():
+    arguments = list(axes or [])
+    if not repeat:
+        return arguments
+    for word in [*(f"--sweep {axis}" for axis in arguments), *overrides]:
         if word.removeprefix("--sweep ").partition("=")[0] == REPETITION:
             raise UserMistake(f"--repeat {repeat} and {word} both set the seed: remove one of them")
-    seeds = [f"{REPETITION}={','.join(map(str, range(1, repeat + 1)))}"] if repeat else []
-    return [*(axes or []), *seeds]
+    seeds = ",".join(str(seed) for seed in range(1, repeat + 1))
+    return [*arguments, f"{REPETITION}={seeds}"]
 
 
 def _covers(above: str, key: str) -> bool:
+    """Return whether a key is `above`, or a key of the section `above`."""
     return key == above or key.startswith(f"{above}.")
 
 
 def _split(raw: str) -> tuple[str, ...] | None:
+    """Return the parts of a text between commas outside brackets and quotes; None if one of these is not closed."""
     parts: list[str] = []
-    depth, quote, start = 0, "", 0
+    depth = 0  # of open brackets
+    quote = ""  # the open quote
+    start = 0  # of the current part
     for index, char in enumerate(raw):
         if quote:
-            quote = "" if char == quote else quote
+            if char == quote:
+                quote = ""
         elif char in "'\"" and (not raw[start:index].strip() or depth):
             quote = char  # in other places it is an apostrophe
         elif char in "[{":
@@ -118,7 +130,9 @@ def _split(raw: str) -> tuple[str, ...] | None:
         elif char == "," and depth == 0:
             parts.append(raw[start:index].strip())
             start = index + 1
-    return None if depth or quote else (*parts, raw[start:].strip())
+    if depth or quote:
+        return None
+    return (*parts, raw[start:].strip())
 
 
 def make_sweep(
@@ -134,8 +148,9 @@ def make_sweep(
     source = "--sweep"
     loaded: list[tuple[tuple[str, ...], Config]] = []
     for words in itertools.product(*axes.values()):
+        arguments = [f"{key}={word}" for key, word in zip(axes, words, strict=True)]
         try:
-            loaded.append((words, load([f"{key}={word}" for key, word in zip(axes, words, strict=True)])))
+            loaded.append((words, load(arguments)))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             source = error.source or source
@@ -144,69 +159,95 @@ def make_sweep(
     _check_values(axes, loaded)
 
     keys = tuple(axes)
+    first = loaded[0][1]
+    last = loaded[-1][1]
     try:
         # A script's arguments may contain a swept key, `${params.lr}`: here all commands of a sweep get the same value.
         base = _base(load([]), keys)
     except ConfigError:  # without the swept keys, the config is not valid
-        base = _base(loaded[0][1], keys)
-        of_last = _base(loaded[-1][1], keys)
-        base = {name: value for name, value in base.items() if of_last.get(name, ...) == value}
-    # A derived name depends only on config and keys, so that a later command can extend the sweep.
-    shorts = map(_slug, _short_keys(keys))
-    derived = "-".join([label_of(loaded[0][1]), *shorts, _hash({"base": base, "keys": sorted(keys)})])
-    name = loaded[0][1].name or derived
-    cells = [
-        _cell(name, {key: _value_of(config, key, word) for key, word in zip(keys, words, strict=True)}, config)
-        for words, config in loaded
-    ]
+        base_of_last = _base(last, keys)
+        base = {name: value for name, value in _base(first, keys).items() if base_of_last.get(name, ...) == value}
+    name = first.name
+    if not name:
+        # It depends only on config and keys, so that a later command can extend the sweep.
+        shorts = [_slug(key) for key in _short_keys(keys)]
+        name = "-".join([label_of(first), *shorts, _hash({"base": base, "keys": sorted(keys)})])
+    cells = []
+    for words, config in loaded:
+        values = {key: _value_of(config, key, word) for key, word in zip(keys, words, strict=True)}
+        cells.append(_cell(name, values, config))
     return Sweep(name=name, keys=keys, cells=tuple(cells), base=base)
 
 
 def _check_values(axes: Mapping[str, tuple[str, ...]], loaded: Sequence[tuple[tuple[str, ...], Config]]) -> None:
+    """Raise ConfigError for swept secrets, and for values that are given twice, also in another notation."""
     problems: dict[str, None] = {}
     for index, (key, texts) in enumerate(axes.items()):
-        seen: dict[str, str] = {}
+        word_of_value: dict[str, str] = {}
         for words, config in loaded:
-            word, value = words[index], _value_of(config, key, words[index])
             if _walk(redacted(config), key) != _walk(to_tree(config), key):
                 problems[f"{key} looks like a secret, and cells are named by their values: it cannot be swept"] = None
-            elif (other := seen.setdefault(json.dumps(value, sort_keys=True, default=str), word)) != word:
+                continue
+            word = words[index]
+            value = json.dumps(_value_of(config, key, word), sort_keys=True, default=str)
+            other = word_of_value.setdefault(value, word)
+            if other != word:
                 problems[f"{key}: {other} and {word} are the same value"] = None
-        if twice := next((text for text in texts if texts.count(text) > 1), None):
-            problems[f"{key}: {twice} is given twice"] = None
+        repeated = [text for text in texts if texts.count(text) > 1]
+        if repeated:
+            problems[f"{key}: {repeated[0]} is given twice"] = None
     if problems:
         raise ConfigError(*problems, source="--sweep")
 
 
 def _value_of(config: Config, key: str, word: str) -> Any:
-    """Return a cell's value in the config, which has its type there: `1` is 1.0 for a float."""
-    value = _walk(config.sections if key.partition(".")[0] in config.sections else config, key)
-    # A text such as `trainer=mine:train` stands for a whole section.
-    return parse_value(word) if is_dataclass(value) else value
+    """Return the value of a swept key in a cell's config, converted to the type of the key: `1` is 1.0 for a float."""
+    tree: Any = config
+    if key.partition(".")[0] in config.sections:
+        tree = config.sections
+    value = _walk(tree, key)
+    if is_dataclass(value):  # a text such as `trainer=mine:train` stands for a whole section
+        return parse_value(word)
+    return value
 
 
 def _walk(tree: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested mappings and dataclasses."""
     for part in key.split("."):
         tree = tree[part] if isinstance(tree, Mapping) else getattr(tree, part)
     return tree
 
 
 def _base(config: Config, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the values that all cells of a sweep share, without those that do not affect results."""
     not_shared = (*_MAY_CHANGE, *keys)
-    return {
-        name: value for name, value in flat_values(config).items() if not any(_covers(key, name) for key in not_shared)
-    }
+    base = {}
+    for name, value in flat_values(config).items():
+        if not any(_covers(key, name) for key in not_shared):
+            base[name] = value
+    return base
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two bases; keys that a newer hpcdist has added do not count."""
-    names = [name for name in {**old, **new} if (name in old and name in new) or name.startswith("params.")]
-    return [f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names if old.get(n, ...) != new.get(n, ...)]
+    differences = []
+    for name in {**old, **new}:
+        is_comparable = (name in old and name in new) or name.startswith("params.")
+        if is_comparable and old.get(name, ...) != new.get(name, ...):
+            differences.append(f"{name} was {old.get(name)!r}, is {new.get(name)!r}")
+    return differences
 
 
 def _short_keys(keys: Sequence[str]) -> list[str]:
-    last = [key.rpartition(".")[2] for key in keys]
-    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+    """Return the last part of each dotted key, or the whole key if another one has the same last part."""
+    last_parts = [key.rpartition(".")[2] for key in keys]
+    short_keys = []
+    for key, part in zip(keys, last_parts, strict=True):
+        if last_parts.count(part) == 1:
+            short_keys.append(part)
+        else:
+            short_keys.append(key)
+    return short_keys
 
 
 def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
@@ -214,23 +255,28 @@ def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
     texts = [text_of(value) for value in values.values()]
     slug = "-".join(f"{_slug(short)}_{_slug(text)}" for short, text in zip(shorts, texts, strict=True))
     if len(slug) > _MAX_CELL:
-        slug = f"{slug[: _MAX_CELL - 9]}-{_hash(values)}"
+        suffix = f"-{_hash(values)}"
+        slug = slug[: _MAX_CELL - len(suffix)] + suffix
     name = f"{sweep}-{slug}"
     return Cell(name=name, label=label(values), values=values, config=replace(config, name=name))
 
 
 def label(values: Mapping[str, Any]) -> str:
+    """Return the swept keys and values of a cell, such as `lr=0.1 seed=2`."""
     pairs = zip(_short_keys(list(values)), values.values(), strict=True)
     return " ".join(f"{short}={text_of(value)}" for short, value in pairs)
 
 
 def setting_of(values: Mapping[str, Any]) -> str:
-    """Return the label of a cell without its seed; of a sweep over seeds alone `all seeds`."""
-    return label({key: value for key, value in values.items() if key != REPETITION}) or "all seeds"
+    """Return the label of a cell without its seed; `all seeds` for a sweep over seeds alone."""
+    without_seed = {key: value for key, value in values.items() if key != REPETITION}
+    return label(without_seed) or "all seeds"
 
 
 def affects_results(key: str) -> bool:
-    return not any(_covers(one, key) for one in (*_MAY_CHANGE, "container", "preflight", "experiment"))
+    """Return whether a key of the config may change the results of a run."""
+    without_effect = (*_MAY_CHANGE, "container", "preflight", "experiment")
+    return not any(_covers(section, key) for section in without_effect)
 
 
 def text_of(value: Any) -> str:
@@ -249,7 +295,8 @@ def _slug(text: str) -> str:
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
 
 
 # The folder of a sweep, and its relation to the folders of its cells.
@@ -286,52 +333,79 @@ class SweepDir(RunDir):
 
     def read(self) -> dict[str, Any]:
         """Return the content of `sweep.json`. Raises RunFolderError if it is missing or damaged."""
-        found = require_record(self.file)
-        fill(_Saved, found, self.file)
-        for cell in found["cells"]:
-            known = isinstance(cell, dict) and isinstance(cell.get("values"), dict)
-            if not known or not all(isinstance(cell.get(key), str) for key in ("name", "label")):
+        record = require_record(self.file)
+        fill(_Saved, record, self.file)
+        for cell in record["cells"]:
+            if not _is_cell(cell):
                 raise RunFolderError(f"{self.file} is damaged: {str(cell)[:40]!r} is not a cell")
-            if Path(cell["name"]).name != cell["name"] or cell["name"] in ("", "..", "."):
-                raise RunFolderError(f"{self.file} is damaged: {cell['name'][:40]!r} is not a name of a run")
-        return found
+            name = cell["name"]
+            if Path(name).name != name or name in ("", "..", "."):
+                raise RunFolderError(f"{self.file} is damaged: {name[:40]!r} is not a name of a run")
+        return record
 
     def cells(self) -> list[RunDir]:
+        """Return the folders of all cells, which may be missing."""
         return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
 
     def read_state(self) -> State:
         """Return the state of the sweep, from the states of its cells. Does not query Slurm."""
-        cells, active, created = self.cells(), holder(self) is not None, float(self.read()["created"])
+        cells = self.cells()
+        is_active = holder(self) is not None
+        created = float(self.read()["created"])
         states: list[State] = []
-        num_live, num_unreadable = 0, 0
-        existing = [run for run in cells if os.path.lexists(run.path / "state.json")]
-        for run in existing:
+        counts: Counter[str] = Counter()
+        is_live = False
+        for run in cells:
+            if not os.path.lexists(run.path / "state.json"):
+                counts["missing"] += 1
+                continue
             try:
                 is_held = holder(run) is not None  # a supervisor records the end before it releases the run
-                states.append(state := run.read_state())
+                state = run.read_state()
             except RunFolderError:
-                num_unreadable += 1
+                counts["unreadable"] += 1
                 continue
-            # A created cell is live if it waits for its turn in an active sweep, or in Slurm's queue.
-            waits = is_held if state.status == "running" else active
-            num_live += state.status not in ENDED and (waits or run.slurm.exists())
-        odd = ["missing"] * (len(cells) - len(existing)) + ["unreadable"] * num_unreadable
-        counts = Counter([state.status for state in states] + odd)
+            states.append(state)
+            counts[state.status] += 1
+            if state.status not in ENDED:
+                # A created cell is live if it waits for its turn in an active sweep, or in Slurm's queue.
+                waits = is_held if state.status == "running" else is_active
+                is_live = is_live or waits or run.slurm.exists()
         status: Status
-        if num_live:
-            status = "running" if any(state.attempt for state in states) else "queued"
+        ended = None
+        if not is_live:
+            status = _end_of(counts)
+            ended = max((state.ended or state.created for state in states), default=time.time())
+        elif any(state.attempt for state in states):
+            status = "running"
         else:
-            # A cell that is neither live nor ended has lost its supervisor.
-            found_ends = {"failed" if name == "running" else name for name in counts}
-            alone: Status = "finished" if found_ends == {"finished"} else "stopped"
-            status = "failed" if "failed" in found_ends else "cancelled" if "cancelled" in found_ends else alone
+            status = "queued"
+        summary = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
         return State(
             status=status,
-            reason=f"{len(cells)} cells: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}",
+            reason=f"{len(cells)} cells: {summary}",
             created=created,
-            ended=None if num_live else max((state.ended or state.created for state in states), default=time.time()),
+            ended=ended,
             attempt=sum(state.attempt for state in states),
         )
+
+
+def _is_cell(cell: object) -> bool:
+    if not isinstance(cell, dict) or not isinstance(cell.get("values"), dict):
+        return False
+    return isinstance(cell.get("name"), str) and isinstance(cell.get("label"), str)
+
+
+def _end_of(counts: Collection[str]) -> Status:
+    """Return the status of a sweep without live cells, from the statuses of its cells."""
+    # A cell that is neither live nor ended has lost its supervisor.
+    if "failed" in counts or "running" in counts:
+        return "failed"
+    if "cancelled" in counts:
+        return "cancelled"
+    if set(counts) == {"finished"}:
+        return "finished"
+    return "stopped"
 
 
 def checkpoint_config(cells: Iterable[RunDir]) -> CheckpointConfig:
@@ -344,19 +418,26 @@ def checkpoint_config(cells: Iterable[RunDir]) -> CheckpointConfig:
 
 def sweep_of(run: RunDir) -> SweepDir | None:
     """Return the sweep of a cell; None for an ordinary run, or if the sweep's folder is missing."""
-    name = (read_json(run.path / "cell.json") or {}).get("sweep")
+    record = read_json(run.path / "cell.json") or {}
+    name = record.get("sweep")
     if not isinstance(name, str) or Path(name).name != name:
         return None
-    found = SweepDir(run.path.parent / name)
-    return found if found.file.is_file() else None
+    sweep = SweepDir(run.path.parent / name)
+    if not sweep.file.is_file():
+        return None
+    return sweep
 
 
 def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
+    """Record in `cell.json` that a run is a cell of a sweep."""
     write_json(run.path / "cell.json", {"sweep": sweep.name, "label": cell.label, "values": cell.values})
 
 
 def match(sweep: Sweep) -> Sweep:
-    """Return a sweep with the order of keys of its folder, if there is one. Writes nothing."""
+    """Return a sweep with the order of keys of its folder, if there is one. Writes nothing.
+
+    Raises RunFolderError if the folder holds a run, or a sweep over other keys or with another config.
+    """
     folder = SweepDir(sweep.folder)
     if folder.path.exists():
         require_trusted(folder.path, "run --sweep")
@@ -370,14 +451,16 @@ def match(sweep: Sweep) -> Sweep:
             f"sweep {sweep.name} is over {', '.join(old['keys'])}, not over {', '.join(sweep.keys)}: values can be"
             " added to it, keys cannot; choose another `name`"
         )
-    if differences := changes(old["base"], sweep.base):
+    differences = changes(old["base"], sweep.base)
+    if differences:
         raise RunFolderError(
             f"sweep {sweep.name} was started with another config ({'; '.join(differences[:3])}): its cells could not be"
             " compared; choose another `name`"
         )
     # The names of cells depend on the order of the keys.
-    cells = [_cell(sweep.name, {key: one.values[key] for key in old["keys"]}, one.config) for one in sweep.cells]
-    return replace(sweep, keys=tuple(old["keys"]), cells=tuple(cells))
+    keys = old["keys"]
+    cells = [_cell(sweep.name, {key: cell.values[key] for key in keys}, cell.config) for cell in sweep.cells]
+    return replace(sweep, keys=tuple(keys), cells=tuple(cells))
 
 
 def write_sweep(sweep: Sweep) -> SweepDir:
@@ -385,14 +468,17 @@ def write_sweep(sweep: Sweep) -> SweepDir:
     folder = SweepDir(sweep.folder)
     claim_experiment(folder.path.parent)
     folder.path.mkdir(mode=0o700, exist_ok=True)
-    fresh: dict[str, Any] = {"uid": uuid.uuid4().hex, "created": time.time(), "keys": list(sweep.keys), "cells": []}
-    known = read_record(folder.file) or fresh
-    names = {cell["name"] for cell in known["cells"]}
-    new = [cell for cell in sweep.cells if cell.name not in names]
-    added = [{"name": cell.name, "label": cell.label, "values": cell.values} for cell in new]
+    record = read_record(folder.file)
+    if not record:
+        record = {"uid": uuid.uuid4().hex, "created": time.time(), "keys": list(sweep.keys), "cells": []}
+    known_names = {cell["name"] for cell in record["cells"]}
+    cells = list(record["cells"])
+    for cell in sweep.cells:
+        if cell.name not in known_names:
+            cells.append({"name": cell.name, "label": cell.label, "values": cell.values})
     if not folder.mlflow.exists():
         # The first shipper creates the MLflow run; all others find it by this id.
-        write_json(folder.mlflow, {"run_uid": known["uid"]}, durable=True)
-    base = sweep.base | known.get("base", {})
-    write_json(folder.file, known | {"base": base, "cells": [*known["cells"], *added]}, durable=True)
+        write_json(folder.mlflow, {"run_uid": record["uid"]}, durable=True)
+    base = sweep.base | record.get("base", {})
+    write_json(folder.file, record | {"base": base, "cells": cells}, durable=True)
     return folder

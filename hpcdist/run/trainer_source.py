@@ -1,5 +1,6 @@
-"""The source of a trainer, read without executing it: the names of its module, and the sections of the config that it
-reads.
+"""Checks of a trainer's source code, which is parsed but not executed.
+
+They find the names that a module defines, and the sections of the config that a training function reads.
 """
 
 import ast
@@ -17,7 +18,7 @@ from hpcdist.run.snapshot import find_module, trainer_place
 _READ_BY_HPCDIST = ("data.global_batch_size", "data.root", "stop.nan_losses")
 #: Functions by which code can define a name that its source does not contain.
 _DYNAMIC = {"exec", "globals", "setattr", "vars"}
-#: What a script that reads the stored config of its run contains.
+#: One of these words is in the source of each script that reads the stored config of its run.
 _STORED_CONFIG = ("HPCDIST_RUN_DIR", "config.yaml")
 
 
@@ -48,19 +49,20 @@ def _names_of(node: ast.AST) -> Iterator[str]:
 
 
 def sections_read(tree: ast.Module, function: str) -> set[str] | None:
-    """Return the sections of the config that a training function reads; None if its source does not show all."""
-    for found in tree.body:
-        if isinstance(found, ast.FunctionDef) and found.name == function:
-            break
-    else:
+    """Return the sections of the config that a training function reads; None if its source does not show all.
+
+    The function is called with the context, the config and, if it has a third argument, the section `params`.
+    """
+    definition = _definition(tree, function)
+    if definition is None:
         return None
-    arguments = [argument.arg for argument in (*found.args.posonlyargs, *found.args.args)]
-    if len(arguments) < 2:
+    arguments = [argument.arg for argument in (*definition.args.posonlyargs, *definition.args.args)]
+    if len(arguments) <= 1:
         return None
-    ctx, config = arguments[:2]
+    ctx, config, *others = arguments
     sections: set[str] = set()
     num_read = num_used = 0
-    for node in ast.walk(found):
+    for node in ast.walk(definition):
         if isinstance(node, ast.Name) and node.id in (ctx, config):
             num_used += 1
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -72,16 +74,23 @@ def sections_read(tree: ast.Module, function: str) -> set[str] | None:
     # Any other use, such as an argument of a call, may read every section.
     if num_read != num_used:
         return None
-    if len(arguments) > 2:
+    if others:
         sections.add("params")
     return sections
+
+
+def _definition(tree: ast.Module, function: str) -> ast.FunctionDef | None:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return node
+    return None
 
 
 def module_specs(module: str, cwd: Path) -> Iterator[tuple[str, ModuleSpec | None]]:
     """Yield the names in a dotted module name with their specs, outermost first, up to the first without a spec."""
     folders: Sequence[str] = [str(cwd)]
     for number, name in enumerate(module.split(".")):
-        spec = PathFinder.find_spec(name, folders) if number else find_module(name, folders)
+        spec = find_module(name, folders) if number == 0 else PathFinder.find_spec(name, folders)
         yield name, spec
         if spec is None:
             return
@@ -100,11 +109,20 @@ def parse_module(spec: ModuleSpec | None) -> ast.Module | None:
 
 
 def unread_keys(config: Config, keys: Sequence[str], cwd: Path) -> str:
-    """Return a sentence about those of `keys` that the trainer cannot read; empty without one, or if it is unknown."""
+    """Return a sentence that names the keys without effect, because the trainer does not read their sections.
+
+    It is empty if there is no such key, or if the sections that the trainer reads are unknown.
+
+    Args:
+        keys: dotted keys that the user has set.
+        cwd: folder in which the module of a trainer is searched first.
+    """
     sections = {*trainer_sections(), *shared_sections(), "params", "stop"}
     if config.trainer.script:
         name = config.trainer.script_name
-        read = sections if _reads_stored_config(config) else set()
+        read: set[str] = set()
+        if _reads_stored_config(config):
+            read = sections
         why = f"{name} does not get the config: give it arguments behind its name"
     elif find_trainer(config.trainer.target) is not None:
         name = config.trainer.target
@@ -115,8 +133,13 @@ def unread_keys(config: Config, keys: Sequence[str], cwd: Path) -> str:
         read = _read_by_function(name, cwd) or sections
         why = f"{name} does not read them from its config"
     unread = sections - read
-    found = [key for key in keys if key.partition(".")[0] in unread and key not in _READ_BY_HPCDIST]
-    return f"without effect: {few(found)}, since {why}" if found else ""
+    keys_without_effect = []
+    for key in keys:
+        if key.partition(".")[0] in unread and key not in _READ_BY_HPCDIST:
+            keys_without_effect.append(key)
+    if not keys_without_effect:
+        return ""
+    return f"without effect: {few(keys_without_effect)}, since {why}"
 
 
 def _reads_stored_config(config: Config) -> bool:
@@ -132,4 +155,6 @@ def _read_by_function(target: str, cwd: Path) -> set[str] | None:
     module, _, function = target.partition(":")
     *_, (_, spec) = module_specs(module, cwd)
     tree = parse_module(spec)
-    return sections_read(tree, function) if tree is not None else None
+    if tree is None:
+        return None
+    return sections_read(tree, function)

@@ -1,4 +1,4 @@
-"""What rank 0 writes about an attempt in `training.json`: devices, datasets, size of the model and first step."""
+"""The file `training.json` of an attempt, which rank 0 writes: devices, datasets, size of the model and first step."""
 
 import logging
 import time
@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord:
+    """A dataset that the trainer has used."""
+
     name: str
     split: str = "train"
     num_samples: int | None = None
@@ -24,12 +26,14 @@ class DatasetRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
-    first_step: int = 0  #: steps done when the attempt began: that of the restored checkpoint
+    """The content of `training.json`."""
+
+    first_step: int = 0  #: step of the restored checkpoint, or 0
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
-    cpu: str = ""  #: of the node of rank 0: `AMD EPYC 7B13, 8 logical CPUs`
-    devices: str = ""  #: `2 × NVIDIA H100 80GB HBM3`, or `CPU`: of all ranks; of a script those that rank 0 sees
+    cpu: str = ""  #: CPU of the node of rank 0: `AMD EPYC 7B13, 8 logical CPUs`
+    devices: str = ""  #: devices of all ranks, for a script those of rank 0: `2 × NVIDIA H100 80GB HBM3`, or `CPU`
 
 
 def write_training(attempt: Attempt, record: TrainingRecord) -> None:
@@ -37,13 +41,16 @@ def write_training(attempt: Attempt, record: TrainingRecord) -> None:
 
 
 def read_training(attempt: Attempt) -> TrainingRecord | None:
+    """Return the record of an attempt; None if it is missing or damaged."""
     path = attempt.path / "training.json"
     try:
-        if (raw := read_json(path)) is None:
+        raw = read_json(path)
+        if raw is None:
             return None
-        found = raw.pop("datasets", None)
-        entries = [entry for entry in found if isinstance(entry, Mapping)] if isinstance(found, list) else []
-        datasets = tuple(fill(DatasetRecord, entry, path) for entry in entries)
+        entries = raw.pop("datasets", None)
+        if not isinstance(entries, list):
+            entries = []
+        datasets = tuple(fill(DatasetRecord, entry, path) for entry in entries if isinstance(entry, Mapping))
         return replace(fill(TrainingRecord, raw, path), datasets=datasets)
     except (RunFolderError, OSError):
         return None
@@ -51,12 +58,15 @@ def read_training(attempt: Attempt) -> TrainingRecord | None:
 
 def devices_of(run: RunDir) -> tuple[str, str]:
     """Return the devices of the ranks, and the CPU of rank 0; empty if they are unknown."""
-    records = map(read_training, reversed(run.attempts()))
-    return next(((one.devices, one.cpu) for one in records if one is not None and one.devices), ("", ""))
+    for attempt in reversed(run.attempts()):
+        record = read_training(attempt)
+        if record is not None and record.devices:
+            return record.devices, record.cpu
+    return "", ""
 
 
 class TrainingNotes:
-    """Writes `training.json` of an attempt at each change, on rank 0."""
+    """Writes `training.json` of an attempt after each change, on rank 0 only."""
 
     def __init__(self, attempt: Attempt, *, is_main: bool) -> None:
         self._attempt = attempt
@@ -67,7 +77,11 @@ class TrainingNotes:
         self._write(replace(self._record, first_step=first_step, began=time.time()))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
-        others = [one for one in self._record.datasets if (one.name, one.split) != (dataset.name, dataset.split)]
+        """Add a dataset; it replaces one of the same name and split."""
+        others = []
+        for other in self._record.datasets:
+            if (other.name, other.split) != (dataset.name, dataset.split):
+                others.append(other)
         self._write(replace(self._record, datasets=(*others, dataset)))
 
     def set_num_parameters(self, num_parameters: int) -> None:
