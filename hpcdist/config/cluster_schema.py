@@ -23,16 +23,23 @@ from hpcdist.errors import shown
 def read_price(text: str) -> tuple[str, float, str] | None:
     """Return the text before a price, the price and the text after it; None unless there is one price and a currency.
 
-    With commas it would be uncertain what they separate.
+    Commas are refused, because they separate thousands in some countries and decimals in others.
     """
-    found = re.fullmatch(r"([^\d.,+-]*)(\d{1,9}(?:\.\d{1,9})?)([^\d.,+-]*)", text.strip())
-    return (found[1], float(found[2]), found[3]) if found and (found[1] + found[3]).strip() else None
+    match = re.fullmatch(r"([^\d.,+-]*)(\d{1,9}(?:\.\d{1,9})?)([^\d.,+-]*)", text.strip())
+    if match is None:
+        return None
+    before, price, after = match.groups()
+    if not before.strip() and not after.strip():
+        return None
+    return before, float(price), after
 
 
 def gpu_type(section: ClusterConfig) -> list[str]:
-    """Return the problem of a type that is not one of a GPU, such as `gpu:a100` or `a100,h100`."""
+    """Return the mistake in a `gpu_type` that does not name one type of GPU, such as `gpu:a100` or `a100,h100`."""
     kind = section.gpu_type
-    if kind is None or (kind != "gpu" and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", kind)):
+    if kind is None:
+        return []
+    if kind != "gpu" and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", kind):
         return []
     return [f"gpu_type must be one type such as a100, got {shown(kind)}: `sinfo -o %G` lists those of the cluster"]
 
@@ -49,16 +56,16 @@ class EnvironmentConfig(ConfigSection):
     """Modules to load for the ranks, such as `cuda/13.0`; with `kind: module` they contain the ranks' Python."""
 
     def problems(self) -> list[str]:
-        found = one_line(self, "path", "modules")
+        problems = one_line(self, "path", "modules")
         if self.kind == "venv" and not self.path:
-            found.append("path must name a virtual environment for kind=venv")
+            problems.append("path must name a virtual environment for kind=venv")
         if self.kind == "module" and not self.modules:
-            found.append("modules must name the modules that contain Python for kind=module")
+            problems.append("modules must name the modules that contain Python for kind=module")
         if self.kind == "none" and self.modules:
-            found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
+            problems.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
         if "" in self.modules:
-            found.append("modules must hold names such as cuda/13.0, got ''")
-        return found
+            problems.append("modules must hold names such as cuda/13.0, got ''")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +137,12 @@ class ClusterConfig(ConfigSection):
     def problems(self) -> list[str]:
         problems = one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
         problems += flags(self, "sbatch", "srun") + variables(self, "env") + gpu_type(self)
-        problems += [
-            f"{key} must be one price with its currency, such as '2.50 EUR' or '$2.50', got {shown(price)}"
-            for key in ("price_per_gpu_hour", "price_per_core_hour")
-            if (price := getattr(self, key)) is not None and (read_price(price) is None or _CONTROL.search(price))
-        ]
+        for key in ("price_per_gpu_hour", "price_per_core_hour"):
+            price = getattr(self, key)
+            if price is not None and (read_price(price) is None or _CONTROL.search(price)):
+                problems.append(
+                    f"{key} must be one price with its currency, such as '2.50 EUR' or '$2.50', got {shown(price)}"
+                )
         if self.fewest_nodes > self.nodes:
             problems.append(f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}")
         return problems
@@ -142,8 +150,11 @@ class ClusterConfig(ConfigSection):
     @property
     def gpu_request(self) -> str | None:
         """The value of `--gpus-per-node`: `4` or `a100:4`; None without GPUs."""
-        number = str(self.gpus_per_node)
-        return None if not self.gpus_per_node else f"{self.gpu_type}:{number}" if self.gpu_type else number
+        if not self.gpus_per_node:
+            return None
+        if not self.gpu_type:
+            return str(self.gpus_per_node)
+        return f"{self.gpu_type}:{self.gpus_per_node}"
 
     @property
     def outlives_nodes(self) -> bool:
@@ -153,7 +164,9 @@ class ClusterConfig(ConfigSection):
     @property
     def fewest_nodes(self) -> int:
         """The least number of nodes with which the run may start or continue."""
-        return self.nodes if self.min_nodes is None else self.min_nodes
+        if self.min_nodes is None:
+            return self.nodes
+        return self.min_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,17 +185,17 @@ class ContainerConfig(ConfigSection):
     """Additional options of the runtime (of srun with pyxis), which override those of hpcdist."""
 
     def problems(self) -> list[str]:
-        return (
-            [
-                f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
-                for mount in self.mounts
-                if not re.fullmatch(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?", mount)
-            ]
-            + [
-                f"env must hold names such as WANDB_MODE or UCX_*, never values, got {name.partition('=')[0]!r}"
-                for name in self.env
-                if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name)
-            ]
-            + one_line(self, "image", "mounts", "extra_args")
-            + (["image must name the image to start"] if self.runtime != "none" and not self.image else [])
-        )
+        problems = []
+        for mount in self.mounts:
+            if not re.fullmatch(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?", mount):
+                problems.append(
+                    f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
+                )
+        for variable in self.env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", variable):
+                name = variable.partition("=")[0]
+                problems.append(f"env must hold names such as WANDB_MODE or UCX_*, never values, got {name!r}")
+        problems += one_line(self, "image", "mounts", "extra_args")
+        if self.runtime != "none" and not self.image:
+            problems.append("image must name the image to start")
+        return problems

@@ -4,6 +4,7 @@ It needs the standard library alone, unless a text must be read as a number: ran
 folder, start quickly.
 """
 
+import enum
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,16 +54,19 @@ def exact(tree: Mapping[str, Any]) -> Config | None:
     """Return the config of a tree that `to_tree` returned, or None if a key, a type or a value does not match."""
     config, mistakes = convert(tree)
     # As text, 1 differs from 1.0 and from true.
-    return config if not mistakes and _text(to_tree(config)) == _text(tree) else None
+    if mistakes or _text(to_tree(config)) != _text(tree):
+        return None
+    return config
 
 
 def as_written(tree: dict[str, Any], raw: object) -> dict[str, Any]:
     """Return a tree with the text of the YAML, as in `raw`, for each key that takes a text: `010`, not 8."""
-    return {name: _as_written(_keys(tree).get(name, Any), value, _entry(raw, name)) for name, value in tree.items()}
+    types = _keys(tree)
+    return {name: _as_written(types.get(name, Any), value, _entry(raw, name)) for name, value in tree.items()}
 
 
 def texts_of(value: object, raw: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield path and text of each value that YAML reads as no text, if `str` would return another text for it.
+    """Yield path and text of each number, boolean or null in YAML for which `str` would return another text.
 
     Args:
         raw: the same containers with the texts of the YAML.
@@ -83,11 +87,19 @@ def with_texts(value: Any, texts: Mapping[tuple[str, ...], str], path: tuple[str
         return {name: with_texts(entry, texts, (*path, name)) for name, entry in value.items()}
     if isinstance(value, list):
         return [with_texts(entry, texts, (*path, str(index))) for index, entry in enumerate(value)]
-    return Written(value, texts[path]) if path in texts else value
+    if path not in texts:
+        return value
+    return Written(value, texts[path])
 
 
 def convert_section(kind: type[S], tree: object, key: str, mistakes: list[Mistake]) -> S:
-    """Return a dataclass of a mapping; add its mistakes. Raises TypeError with key and value for no mapping."""
+    """Return the dataclass `kind` with the values of a mapping, and add the mistakes in it to `mistakes`.
+
+    Raises TypeError if `tree` is not a mapping, or lacks a key without a default.
+
+    Args:
+        key: dotted key of the section.
+    """
     if not isinstance(tree, Mapping):
         raise _MismatchError(key, tree)
     values = _entries(_types(cast(Any, kind)), tree, f"{key}.", mistakes)
@@ -102,21 +114,30 @@ def reads_as(kind: Any, stored: object, value: object) -> bool:
     """Return whether a key of this type reads a stored value as `value`."""
     mistakes: list[Mistake] = []
     try:
-        found = _value(kind, stored, "", mistakes)
+        converted = _value(kind, stored, "", mistakes)
     except TypeError:
         return False
     # As text, 1 differs from 1.0, and a text from a path.
-    return not mistakes and repr(found) == repr(value)
+    return not mistakes and repr(converted) == repr(value)
 
 
 def default_of(key: Field[Any]) -> Any:
-    return key.default_factory() if callable(key.default_factory) else key.default
+    """Return the default of a field; `dataclasses.MISSING` if it has none."""
+    if callable(key.default_factory):
+        return key.default_factory()
+    return key.default
 
 
 def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    types = _types(Config)
-    trainers = {name: trainer for name in tree if name not in types and (trainer := find_trainer(name))}
-    return {**types, **{name: trainer.section for name, trainer in trainers.items() if trainer.section}}
+    """Return the type of each key of a config, with those of the trainers' sections that the tree contains."""
+    types = dict(_types(Config))
+    for name in tree:
+        if name in types:
+            continue
+        trainer = find_trainer(name)
+        if trainer is not None and trainer.section is not None:
+            types[name] = trainer.section
+    return types
 
 
 @functools.cache
@@ -155,28 +176,37 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
     elif kind is tuple:
         origin, arguments = kind, (Any, ...)
     if origin in (list, dict) and type(value) is origin:
-        entries = value if origin is dict else {str(index): entry for index, entry in enumerate(value)}
-        found = _entries(dict.fromkeys(entries, arguments[-1]), entries, f"{key}.", mistakes)
-        return found if origin is dict else list(found.values())
+        entries = value
+        if origin is list:
+            entries = {str(index): entry for index, entry in enumerate(value)}
+        converted = _entries(dict.fromkeys(entries, arguments[-1]), entries, f"{key}.", mistakes)
+        if origin is list:
+            return list(converted.values())
+        return converted
     if origin is tuple and type(value) in (list, tuple):
-        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        kinds = arguments
+        if arguments[-1] is ...:
+            kinds = arguments[:1] * len(value)
         if len(kinds) == len(value):
-            return tuple(_value(one, entry, key, mistakes) for one, entry in zip(kinds, value, strict=True))
+            pairs = zip(kinds, value, strict=True)
+            return tuple(_value(entry_kind, entry, key, mistakes) for entry_kind, entry in pairs)
     if kind is Path and type(value) is str:
         return Path(value)
     if kind in (int, float, bool) and type(value) is str:
         from hpcdist.config.document import parse_value  # YAML, which completions do not need
 
         value = parse_value(value)
-    if (kind is float and type(value) is int) or (kind is bool and type(value) is int and value in (0, 1)):
+    if type(value) is int and (kind is float or (kind is bool and value in (0, 1))):
         try:
             return kind(value)
         except OverflowError:
             raise _MismatchError(key, value) from None
     if origin is Literal:
         is_valid = _is_one_of(value, arguments)
+    elif kind is Any:
+        is_valid = type(value) in _SCALARS
     else:
-        is_valid = type(value) in (_SCALARS if kind is Any else (kind,))
+        is_valid = type(value) is kind
     if not is_valid:
         raise _MismatchError(key, value)
     return value
@@ -186,42 +216,61 @@ def _member(members: Sequence[Any], value: Any, key: str, mistakes: list[Mistake
     """Return a value as the member of a union that is nearest to it. Raises _MismatchError if none accepts it."""
     partial: tuple[Any, list[Mistake]] | None = None
     for member in sorted(members, key=lambda member: _distance(member, value)):
-        found: list[Mistake] = []
+        member_mistakes: list[Mistake] = []
         try:
-            result = _value(member, value, key, found)
+            result = _value(member, value, key, member_mistakes)
         except TypeError:  # another type, or a section without a required key
             continue
-        if not found:
+        if not member_mistakes:
             return result
-        partial = partial or (result, found)
+        partial = partial or (result, member_mistakes)
     if partial is None:
         raise _MismatchError(key, _read_for(Any, value))
-    mistakes += partial[1]
-    return partial[0]
+    result, member_mistakes = partial
+    mistakes += member_mistakes
+    return result
 
 
-def _distance(member: Any, value: Any) -> int:
-    """Return how much a member of a union changes a value: 0 is the value itself, and a number as text is the most."""
+class _Distance(enum.IntEnum):
+    """How much the conversion to a member of a union changes a value."""
+
+    LITERAL = 0
+    SAME_TYPE = 1
+    INT_TO_FLOAT = 2
+    OTHER_TYPE = 3
+    TO_TEXT = 4
+
+
+def _distance(member: Any, value: Any) -> _Distance:
+    """Return how much a member of a union changes a value."""
     if get_origin(member) is Literal:
-        return 0 if _is_one_of(_read_for(member, value), get_args(member)) else 3
+        is_choice = _is_one_of(_read_for(member, value), get_args(member))
+        return _Distance.LITERAL if is_choice else _Distance.OTHER_TYPE
     plain = _read_for(Any, value)
     if type(plain) is (get_origin(member) or member):
-        return 1
+        return _Distance.SAME_TYPE
     if member is float and type(plain) is int:
-        return 2
-    return 4 if member in (str, Path) else 3
+        return _Distance.INT_TO_FLOAT
+    if member in (str, Path):
+        return _Distance.TO_TEXT
+    return _Distance.OTHER_TYPE
 
 
 def _read_for(kind: Any, value: Any) -> Any:
     """Return the text of a number or boolean if a key of this type takes a text, else the value."""
-    text = str(value) if type(value) in (bool, int, float) else ""
+    text = ""
     if isinstance(value, Written):
-        value, text = value.value, value.text
+        text = value.text
+        value = value.value
+    elif type(value) in (bool, int, float):
+        text = str(value)
     if get_origin(kind) is Literal:
         takes_text = text in get_args(kind) and not _is_one_of(value, get_args(kind))
     else:
         takes_text = kind in (str, Path) and value is not None
-    return text if takes_text and text else value
+    if takes_text and text:
+        return text
+    return value
 
 
 def _is_one_of(value: Any, choices: Sequence[Any]) -> bool:
@@ -229,23 +278,33 @@ def _is_one_of(value: Any, choices: Sequence[Any]) -> bool:
 
 
 def _as_written(kind: Any, value: Any, raw: object) -> Any:
+    """Return the part of the result of `as_written` for a key of type `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, dict):
-        one = arguments[-1] if arguments else Any
-        types = _types(cast(Any, kind)) if is_dataclass(kind) else dict.fromkeys(value, one)
+        types: dict[str, Any] = {}
+        if is_dataclass(kind):
+            types = _types(cast(Any, kind))
+        elif arguments:
+            types = dict.fromkeys(value, arguments[-1])
         return {name: _as_written(types.get(name, Any), entry, _entry(raw, name)) for name, entry in value.items()}
     if isinstance(value, list) and isinstance(raw, list) and origin is list:
-        # An argument `null` of a script is a text as well.
-        return [
-            text if entry is None and arguments == (str,) and text else _as_written(arguments[0], entry, text)
-            for entry, text in zip(value, raw, strict=True)
-        ]
+        entries = []
+        for entry, text in zip(value, raw, strict=True):
+            if entry is None and text and arguments == (str,):  # an argument `null` of a script
+                entries.append(text)
+            else:
+                entries.append(_as_written(arguments[0], entry, text))
+        return entries
     takes_text = kind is str or origin is Literal or (origin is UnionType and arguments[0] is str)
-    return raw if takes_text and isinstance(raw, str) and type(value) in (bool, int, float) else value
+    if takes_text and isinstance(raw, str) and type(value) in (bool, int, float):
+        return raw
+    return value
 
 
 def _entry(raw: object, name: str) -> object:
-    return raw.get(name) if isinstance(raw, Mapping) else None
+    if not isinstance(raw, Mapping):
+        return None
+    return raw.get(name)
 
 
 def _text(tree: Mapping[str, Any]) -> str | None:

@@ -21,8 +21,8 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
     """Yield every key as (path, dataclass that declares it, its field), without reading any source."""
     for key in fields(section):
         if section is Config and key.name == "sections":
-            for name, own in trainer_sections().items():
-                yield from all_keys(own, f"{name}.")
+            for name, trainer_section in trainer_sections().items():
+                yield from all_keys(trainer_section, f"{name}.")
             continue
         if key.name in NO_KEYS:
             continue
@@ -36,6 +36,7 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
 
 
 def describe() -> list[tuple[str, str, Any, str]]:
+    """Return dotted key, type, default and documentation of every key."""
     sources: dict[type, dict[str, tuple[str, str]]] = {}
     rows: list[tuple[str, str, Any, str]] = []
     for path, section, key in all_keys():
@@ -49,33 +50,42 @@ def describe() -> list[tuple[str, str, Any, str]]:
 
 
 def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+    """Return type and documentation of each field of a dataclass; the documentation is the string under the field."""
+    rows: dict[str, tuple[str, str]] = {}
     for statement, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            text = str(following.value.value) if is_text else ""  # type: ignore[attr-defined]
-            found[statement.target.id] = ast.unparse(statement.annotation), text
-    return found
+            text = ""
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                text = str(following.value.value)
+            rows[statement.target.id] = ast.unparse(statement.annotation), text
+    return rows
 
 
 def describe_trainer(config: Config, folder: Path) -> list[tuple[str, str, Any, str]]:
     """Return the keys that the trainer of a config reads, its own first, like `describe`."""
-    unused = unused_sections("" if config.trainer.script else config.trainer.target)
+    unused: set[str] = set()
+    if not config.trainer.script:
+        unused = unused_sections(config.trainer.target)
     shared = [row for row in describe() if row[0].partition(".")[0] not in unused]
-    if (found := declaration(config.trainer, folder)) is None:
+    declared = declaration(config.trainer, folder)
+    if declared is None:
         return shared
-    texts, own = documented(found[1]), []
-    for one in fields(cast(Any, found[0])):
-        default = default_of(one)
-        kind, text = texts[one.name]
-        own.append((f"params.{one.name}", kind, "required" if default is MISSING else default, text))
-    return own + [row for row in shared if row[0] != "params"]
+    params, source = declared
+    texts = documented(source)
+    rows = []
+    for key in fields(cast(Any, params)):
+        default = default_of(key)
+        if default is MISSING:
+            default = "required"
+        kind, text = texts[key.name]
+        rows.append((f"params.{key.name}", kind, default, text))
+    return rows + [row for row in shared if row[0] != "params"]
 
 
 # The JSON Schema of a config file, with which editors complete and check keys (`hpcdist config --json-schema`).
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
-#: The keyword of each bound in the metadata of a field (`launch_schema.number`).
+#: JSON Schema's keyword → name of the bound in the metadata of a field (`section.number`).
 _BOUNDS = {"minimum": "least", "exclusiveMinimum": "above", "maximum": "most"}
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
@@ -109,20 +119,22 @@ def _section(kind: type[Any], prefix: str, documentation: dict[str, str]) -> dic
     keys = [key for key in fields(kind) if key.name not in NO_KEYS]
     properties: dict[str, Any] = {}
     for key in keys:
-        declared, path = types[key.name], prefix + key.name
+        declared = types[key.name]
+        path = prefix + key.name
         if is_dataclass(declared):
             properties[key.name] = {"description": "", **_section(cast(type, declared), f"{path}.", documentation)}
             continue
-        properties[key.name] = {
-            "description": documentation.get(path, ""),
-            "default": default_of(key),
-            **{name: key.metadata[own] for name, own in _BOUNDS.items() if key.metadata.get(own) is not None},
-            **_value(declared, path, documentation),
-        }
+        schema: dict[str, Any] = {"description": documentation.get(path, ""), "default": default_of(key)}
+        for keyword, bound in _BOUNDS.items():
+            if key.metadata.get(bound) is not None:
+                schema[keyword] = key.metadata[bound]
+        properties[key.name] = schema | _value(declared, path, documentation)
+    section = {"type": "object", "additionalProperties": False, "properties": properties}
     description = " ".join((kind.__doc__ or "").split())
     # The generated signature of a dataclass without a docstring documents nothing.
-    texts = {} if description.startswith(f"{kind.__name__}(") else {"description": description}
-    return {**texts, "type": "object", "additionalProperties": False, "properties": properties}
+    if description.startswith(f"{kind.__name__}("):
+        return section
+    return {"description": description, **section}
 
 
 def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
@@ -131,16 +143,25 @@ def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str,
         return {}
     if is_dataclass(declared):
         return _section(cast(type, declared), f"{path}.ROLE.", documentation)
+    schema: dict[str, Any]
     if origin is list:
-        found = {"type": "array", "items": _value(arguments[0], path, documentation)}
+        schema = {"type": "array", "items": _value(arguments[0], path, documentation)}
     elif origin is dict:
-        found = {"type": "object", "additionalProperties": _value(arguments[1], path, documentation)}
+        schema = {"type": "object", "additionalProperties": _value(arguments[1], path, documentation)}
     elif origin is Literal:
-        found = {"enum": list(arguments)}
+        schema = {"enum": list(arguments)}
+    elif origin is UnionType:
+        names = [_TYPES[kind] for kind in arguments]
+        if str in arguments:
+            return _text_schema(names)
+        schema = {"type": names}
+    elif declared is str:
+        return _text_schema(["string"])
     else:
-        kinds = arguments if origin is UnionType else (declared,)
-        found = {"type": [_TYPES[kind] for kind in kinds] if len(kinds) > 1 else _TYPES[kinds[0]]}
-        if str in kinds:
-            # A number or boolean is converted to text.
-            return {"type": sorted({*map(_TYPES.__getitem__, kinds), "string", "number", "boolean"})}
-    return {"anyOf": [found, _INTERPOLATION]}
+        schema = {"type": _TYPES[declared]}
+    return {"anyOf": [schema, _INTERPOLATION]}
+
+
+def _text_schema(names: list[str]) -> dict[str, Any]:
+    """Return the schema of a key that takes a text: a number or boolean is converted to text."""
+    return {"type": sorted({*names, "string", "number", "boolean"})}

@@ -24,8 +24,8 @@ NODE_RANGE = "^[0-9]{1,9}-[0-9]{1,9}$"
 TYPED_GPUS = r"^(?!gpu:)([A-Za-z0-9][A-Za-z0-9_.+-]*|\$\{[^{}]+\}):([0-9]{1,9}|\$\{[^{}]+\})$"
 #: Limit of a config file that a user writes.
 MAX_BYTES = 1 << 20
-#: Limit of a document, and of an override's key. A few thousand levels overflow the stack of
-#: libyaml's recursive composer, which ends the interpreter.
+#: Limit of the levels of a document, and of an override's key. A few thousand levels overflow the stack of libyaml's
+#: recursive composer, which ends the interpreter.
 MAX_DEPTH = 40
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 _MAX_INTEGER = 2**63 - 1
@@ -124,11 +124,19 @@ def _unquoted(value: Any, texts: ParamTexts, path: tuple[str, ...]) -> Any:
         return {name: _unquoted(entry, texts, (*path, name)) for name, entry in value.items()}
     if isinstance(value, list):
         return [_unquoted(entry, texts, (*path, str(index))) for index, entry in enumerate(value)]
-    # A text in its place is a redacted secret.
-    return _Unquoted(texts[path]) if path in texts and not isinstance(value, str) else value
+    # A text in place of the value is a redacted secret.
+    if path not in texts or isinstance(value, str):
+        return value
+    return _Unquoted(texts[path])
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
+    """Return the path of a config file. Raises ConfigError with the nearest known name if there is none.
+
+    Args:
+        source: a path, or the name of a shipped config.
+        folder: folder of the shipped configs, below `configs`.
+    """
     try:
         path = Path(source).expanduser()
         if path.is_file():
@@ -156,8 +164,11 @@ def _yaml_files_beside(path: Path) -> list[str]:
 
 
 def shipped_configs(folder: str = "") -> dict[str, Path]:
+    """Return the config files that hpcdist contains, by name; `folder` is one below `configs`."""
     package = Path(hpcdist.__file__).resolve().parent
-    configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    configs = package / "configs"
+    if not configs.is_dir():  # in the source tree
+        configs = package.parent / "configs"
     return {path.stem: path for path in sorted((configs / folder).glob("*.yaml"))}
 
 
@@ -196,20 +207,26 @@ def parse(text: str) -> Any:
     depth = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):  # in contrast to yaml.load, it does not recurse
-            where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            line = 1
+            if event.start_mark:
+                line = event.start_mark.line + 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
             if depth > MAX_DEPTH:
-                raise ValueError(f"{where}: {_TOO_DEEP}")
+                raise ValueError(f"line {line}: {_TOO_DEEP}")
             # Other explicit tags construct objects, or fail on values of another form.
             if getattr(event, "tag", None) not in (None, "!", "tag:yaml.org,2002:str"):
                 fix = "put a value that begins with '!' in quotes"
-                raise ValueError(f"{where}: explicit tags are not supported: {fix}")
+                raise ValueError(f"line {line}: explicit tags are not supported: {fix}")
         value = yaml.load(text, _ConfigLoader)  # noqa: S506  # a SafeLoader
         _check_depth(value)
         return value
     except yaml.YAMLError as error:
+        message = " ".join(str(error).split())
         # An unquoted password may start like an alias or a tag: `*p4ss`.
-        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
+        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", message)) from None
 
 
 def parse_texts(text: str) -> Any:
@@ -219,24 +236,28 @@ def parse_texts(text: str) -> Any:
 
 def escaped(value: T) -> T:
     """Return plain containers whose texts OmegaConf resolves to those of `value`, also if they contain `${`."""
-    found: Any = value
-    if isinstance(found, dict):
-        found = {key: escaped(item) for key, item in found.items()}
-    elif isinstance(found, list):
-        found = [escaped(item) for item in found]
-    elif isinstance(found, str):
-        found = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", found)
-    return cast(T, found)
+    result: Any = value
+    if isinstance(value, dict):
+        result = {key: escaped(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        result = [escaped(item) for item in value]
+    elif isinstance(value, str):
+        result = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return cast(T, result)
 
 
 def unfit_values(tree: object, path: str = "") -> Iterator[str]:
     """Yield a line for every key and value of plain containers that cannot be stored or passed to other programs."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            if problems := list(unfit_values(key, f"{path or 'the config'}: a key")):
+            problems = list(unfit_values(key, f"{path or 'the config'}: a key"))
+            if problems:
                 yield from problems
-            else:
-                yield from unfit_values(value, f"{path}.{key}" if path else str(key))
+                continue
+            key_path = str(key)
+            if path:
+                key_path = f"{path}.{key}"
+            yield from unfit_values(value, key_path)
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from unfit_values(value, path)
@@ -273,10 +294,12 @@ def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `leaves` by dotted key."""
     return {".".join(path): value for path, value in leaves(tree)}
 
 
 def parse_value(raw: str) -> Any:
+    """Return the value of a YAML text, such as that of an override; a text that is not valid YAML stays as it is."""
     try:
         return parse(raw)
     except ValueError:
@@ -289,7 +312,10 @@ def expand_short_forms(tree: dict[str, Any]) -> None:
         _expand(tree, section)
     cluster = tree.get("cluster")
     split_gpus(cluster)
-    if isinstance(cluster, dict) and re.match(NODE_RANGE, nodes := str(cluster.get("nodes"))):
+    if not isinstance(cluster, dict):
+        return
+    nodes = str(cluster.get("nodes"))
+    if re.match(NODE_RANGE, nodes):
         least, _, most = nodes.partition("-")
         if cluster.get("min_nodes") is None:
             cluster["min_nodes"] = int(least)
@@ -301,11 +327,18 @@ def split_gpus(cluster: object) -> None:
 
     If the section has another type as well, the text of both stays as a value that is refused.
     """
-    if isinstance(cluster, dict) and (typed := re.fullmatch(TYPED_GPUS, str(cluster.get("gpus_per_node")))):
-        kind, number = typed[1], int(typed[2]) if typed[2].isdecimal() else typed[2]
-        if (other := cluster.get("gpu_type")) is not None and str(other) != kind:
-            number = f"{typed[0]} beside gpu_type={other}"
-        cluster |= {"gpu_type": kind, "gpus_per_node": number}
+    if not isinstance(cluster, dict):
+        return
+    match = re.fullmatch(TYPED_GPUS, str(cluster.get("gpus_per_node")))
+    if match is None:
+        return
+    kind, number = match.groups()
+    if number.isdecimal():  # else an interpolation
+        number = int(number)
+    other = cluster.get("gpu_type")
+    if other is not None and str(other) != kind:
+        number = f"{match[0]} beside gpu_type={other}"
+    cluster |= {"gpu_type": kind, "gpus_per_node": number}
 
 
 def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
@@ -327,6 +360,6 @@ def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
 def _expand(tree: dict[str, Any], section: str) -> None:
     value = tree.get(section)
     if isinstance(value, bool):
-        value = "on" if value else "off"  # which YAML reads as booleans
+        value = "on" if value else "off"  # YAML reads these words as booleans
     if section in SHORT_FORMS and isinstance(value, str):
         tree[section] = {SHORT_FORMS[section]: value}

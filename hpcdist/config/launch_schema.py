@@ -10,6 +10,8 @@ from hpcdist.config.section import IS_PATH, MAX_PER_NODE, ConfigSection, number,
 #: Types of GPUs by torch's name, and the backend of collectives between them; AMD's GPUs have NVIDIA's names in torch.
 GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 NVIDIA = "cuda"
+#: Default of `hang_timeout_s`.
+_HANG_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +42,32 @@ class LaunchConfig(ConfigSection):
     @property
     def hang_s(self) -> float:
         """`hang_timeout_s`, or its default."""
-        return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
+        if self.hang_timeout_s is None:
+            return _HANG_TIMEOUT_S
+        return self.hang_timeout_s
 
     @property
     def gpu_type(self) -> str:
-        """Type of the GPUs of this run: the one that is asked for, or that of `auto`."""
-        return next((one for one in (self.device, *self.devices.values()) if one in GPU_BACKENDS), NVIDIA)
+        """Type of the GPUs of this run: the first one that the config names, else NVIDIA."""
+        for device in (self.device, *self.devices.values()):
+            if device in GPU_BACKENDS:
+                return device
+        return NVIDIA
 
     def backend_on(self, *, gpus: bool) -> str:
-        """Return the backend of ranks that all have GPUs, or do not."""
-        return GPU_BACKENDS[self.gpu_type] if gpus else "gloo"
+        """Return the backend of collectives. `gpus`: whether all of their ranks have GPUs."""
+        if gpus:
+            return GPU_BACKENDS[self.gpu_type]
+        return "gloo"
 
     def problems(self) -> list[str]:
+        problems = variables(self, "env")
         known = ("auto", "cpu", *GPU_BACKENDS)
-        return variables(self, "env") + [
-            f"devices.{role} must be {', '.join(known[:-1])} or {known[-1]}, got {device!r}"
-            for role, device in self.devices.items()
-            if device not in known
-        ]
+        expected = f"{', '.join(known[:-1])} or {known[-1]}"
+        for role, device in self.devices.items():
+            if device not in known:
+                problems.append(f"devices.{role} must be {expected}, got {device!r}")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""From YAML and `key=value` overrides to a frozen `Config`, with all mistakes reported at once."""
+"""Load a frozen `Config` from YAML and `key=value` overrides, and report all mistakes at once."""
 
 import ast
 import difflib
@@ -26,8 +26,8 @@ from hpcdist.config.written import restore_secrets, stored_document, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host.json_files import unstamped
 
-#: Where values come from that are not from the file: the command line or a profile, by dotted key; and the command line
-#: by the line of a malformed override.
+#: The origin of values that are not from the config file: the command line or the path of a profile. Keys are dotted
+#: keys of the config, and the messages about malformed overrides.
 Origins = dict[str, str]
 _COMMAND_LINE = "command line"
 _ROLE_REQUESTS = "cluster.roles."
@@ -57,7 +57,9 @@ def written_keys(source: str | Path, overrides: Sequence[str], *, cluster: str |
 
 
 def _sources(source: str | Path, cluster: str | Path | None) -> tuple[Path, dict[str, Any], ParamTexts, Origins]:
-    path, origins = document.find_config(source), Origins()
+    """Return path, values, texts of `params` and origins of a config file to which a site's profile is added."""
+    path = document.find_config(source)
+    origins = Origins()
     tree, texts = _read_yaml(path)
     if path in document.shipped_configs().values():
         _locate_script(tree, path.parent)
@@ -90,12 +92,17 @@ def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
         return mine or theirs
 
     # A site's profile may contain the container runtime and the location of images.
-    if container := profile.pop("container", None):
+    container = profile.pop("container", None)
+    if container:
         tree["container"] = with_theirs("container", tree.get("container") or {}, container)
-    cluster = tree["cluster"] = with_theirs("cluster", own := tree.get("cluster") or {}, profile)
-    if isinstance(own, dict) and isinstance(own.get("environment"), dict) and "environment" in profile:
-        # A section of its own, merged by key as well.
-        cluster["environment"] = with_theirs("cluster.environment", own["environment"], profile["environment"])
+    own_cluster = tree.get("cluster") or {}
+    cluster = with_theirs("cluster", own_cluster, profile)
+    tree["cluster"] = cluster
+    if isinstance(own_cluster, dict) and "environment" in profile:
+        # A section inside the section, merged by key as well.
+        own_environment = own_cluster.get("environment")
+        if isinstance(own_environment, dict):
+            cluster["environment"] = with_theirs("cluster.environment", own_environment, profile["environment"])
     return added
 
 
@@ -138,7 +145,9 @@ def _with_overrides(
         try:
             config = _resolve(_merge(tree, malformed, source), source)
             config = replace(config, param_texts=_overridden_texts(texts, overrides))
-            return config if code is None else with_params(config, code, source)
+            if code is None:
+                return config
+            return with_params(config, code, source)
         except ConfigError as error:
             raise _located(error, origins) from None
 
@@ -150,17 +159,24 @@ def _located(error: ConfigError, origins: Origins) -> ConfigError:
     """
 
     def origin(line: str) -> str:
-        found = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
-        if not found:
+        keys = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
+        if not keys:
             problem = line.rpartition(": ")[0] or line
             dotted = (key for key in origins if "." in key)  # others, such as `name`, are words of sentences, too
-            found = [key for key in dotted if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w.-])", problem)]
-        return origins[max(found, key=len)] if found else error.source
+            keys = [key for key in dotted if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w.-])", problem)]
+        if not keys:
+            return error.source
+        return origins[max(keys, key=len)]
 
-    located = [(origin(line), line) for line in error.problems]
-    if len({place for place, _ in located}) == 1:
-        return ConfigError(*error.problems, source=located[0][0])
-    lines = [line if place == error.source else f"{place}: {line}" for place, line in located]
+    places = [origin(line) for line in error.problems]
+    if len(set(places)) == 1:
+        return ConfigError(*error.problems, source=places[0])
+    lines = []
+    for place, line in zip(places, error.problems, strict=True):
+        if place == error.source:
+            lines.append(line)
+        else:
+            lines.append(f"{place}: {line}")
     return ConfigError(*lines, source=error.source)
 
 
@@ -176,24 +192,28 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
 def _read_yaml(path: Path) -> tuple[dict[str, Any], ParamTexts]:
     """Return the values of a config file, and the texts of those in `params`."""
     tree, texts = document.read_document(path)
-    params = texts.get("params") if isinstance(texts, dict) else None
-    return unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), params))
+    raw_params = None
+    if isinstance(texts, dict):
+        raw_params = texts.get("params")
+    return unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), raw_params))
 
 
 def _overridden_texts(texts: ParamTexts, overrides: Sequence[str]) -> ParamTexts:
     """Return the texts of `params` after overrides, each of which replaces those at and below its key."""
-    found = dict(texts)
+    remaining = dict(texts)
     for override in overrides:
         key, _, raw = override.partition("=")
         section, *path = key.split(".")
         if section != "params":
             continue
-        found = {at: text for at, text in found.items() if list(at[: len(path)]) != path}
-        found |= texts_of(*_parsed(raw), tuple(path))
-    return found
+        remaining = {keys: text for keys, text in remaining.items() if list(keys[: len(path)]) != path}
+        value, raw_texts = _parsed(raw)
+        remaining |= texts_of(value, raw_texts, tuple(path))
+    return remaining
 
 
 def _read_profile(path: Path) -> dict[str, Any]:
+    """Return the values of a site's profile: the keys of `cluster`, and the section `container`."""
     tree, texts = document.read_document(path)
     tree = as_written({"cluster": tree}, {"cluster": texts})["cluster"]
     return unstamped(as_written(tree, texts), path)  # for its section `container`
@@ -203,7 +223,8 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
     """Return the config of plain containers, with interpolations resolved. Raises ConfigError."""
     problems = list(malformed)
     document.expand_short_forms(tree)
-    if unfit := list(document.unfit_values(tree)):
+    unfit = list(document.unfit_values(tree))
+    if unfit:
         raise ConfigError(*problems, *unfit, source=source)
     merged = _overlay(_defaults(), tree)
     secret_texts: SecretTexts = {}
@@ -211,13 +232,20 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
     document.split_gpus(resolved.get("cluster"))
     config, mistakes = convert(resolved)
     for mistake in mistakes:
-        problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
+        if isinstance(mistake, str):
+            problems.append(mistake)
+        else:
+            key, value = mistake
+            problems += _sentences(key, value)
     if problems:
         raise ConfigError(*problems, source=source)
-    used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
-    config = replace(config, sections=used, secret_texts=secret_texts)
+    sections = {}
+    for name, section in config.sections.items():
+        if name in tree or name == config.trainer.target:
+            sections[name] = section
+    config = replace(config, sections=sections, secret_texts=secret_texts)
     if find_trainer(config.trainer.target) is None or config.trainer.script:
-        # Nobody knows which metrics code of the user's own logs.
+        # The metrics of the user's own code are unknown, so the default metric may be missing.
         monitor = (tree.get("checkpoint") or {}).get("monitor", "")
         config = replace(config, checkpoint=replace(config.checkpoint, monitor=monitor))
     return config
@@ -228,22 +256,28 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
     problems = []
     for text in overrides:
         key, equals, raw = text.partition("=")
+        path = key.split(".")
         if not equals or not key or key.startswith("-"):
-            name = re.split(r"[:\s]", text, maxsplit=1)[0]
-            redacted = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
-            problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
-        elif raw == REDACTED:
+            problems.append(f"{shown(_without_secret(text))} is no override: write key=value, as in optim.lr=0.01")
+            continue
+        if raw == REDACTED:
             problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")
-        elif len(path := key.split(".")) > document.MAX_DEPTH:
+            continue
+        if len(path) > document.MAX_DEPTH:
             problems.append(f"{shown(key)}: nested more than {document.MAX_DEPTH} levels deep")
-        else:
-            created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
-            origins[".".join(path[:created])] = _COMMAND_LINE
-            if key == "cluster.gpus_per_node" and (typed := re.fullmatch(document.TYPED_GPUS, raw)):
+            continue
+        # The origin of the outermost section that the override creates is the command line, else that of its key.
+        num_parts = 1
+        while num_parts < len(path) and _at(tree, path[:num_parts]) is not None:
+            num_parts += 1
+        origins[".".join(path[:num_parts])] = _COMMAND_LINE
+        if key == "cluster.gpus_per_node":
+            typed = re.fullmatch(document.TYPED_GPUS, raw)
+            if typed is not None:
                 document.insert(tree, ["cluster", "gpu_type"], typed[1])
                 raw = typed[2]
-            if not document.insert(tree, path, _override_value(path, raw)):
-                problems.append(f"{key}: a part of this path is a value already, not a section")
+        if not document.insert(tree, path, _override_value(path, raw)):
+            problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
@@ -253,17 +287,35 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
     return problems
 
 
+def _without_secret(text: str) -> str:
+    """Return an argument such as `password: 123` without its value, if it begins with the name of a secret."""
+    name = re.split(r"[:\s]", text, maxsplit=1)[0]
+    if name == text or not is_secret_name(name):
+        return text
+    return f"{name} {REDACTED}"
+
+
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return {**to_tree(Config()), **{name: asdict(kind()) for name, kind in trainer_sections().items()}}
+    """Return the defaults of all keys, also those of all trainers' sections."""
+    defaults = to_tree(Config())
+    for name, section in trainer_sections().items():
+        defaults[name] = asdict(section())
+    return defaults
 
 
 def _overlay(defaults: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return a tree with the defaults of the keys that it lacks, which follow its own keys."""
+    merged: dict[str, Any] = {}
     for name, value in tree.items():
         default = defaults.get(name)
-        found[name] = _overlay(default, value) if isinstance(default, Mapping) and isinstance(value, Mapping) else value
-    return {**found, **{name: value for name, value in defaults.items() if name not in tree}}
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            merged[name] = _overlay(default, value)
+        else:
+            merged[name] = value
+    for name, default in defaults.items():
+        merged.setdefault(name, default)
+    return merged
 
 
 def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts) -> dict[str, Any]:
@@ -276,24 +328,25 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
 
     def env(name: str, *default: Any) -> Any:
         value = oc.env(name, *default)
-        read.extend([value] if value and is_secret_name(name) else [])
+        if value and is_secret_name(name):
+            read.append(value)
         return value
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # OmegaConf 2.4 has another name for it, which differs in 2.3
         OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
-    found: dict[str, Any] = {}
+    well_formed: dict[str, Any] = {}
     for path, value in document.leaves(tree):
         try:
             if "${" in str(value):
                 OmegaConf.create([value])
-            document.insert(found, path, value)
+            document.insert(well_formed, path, value)
         except (GrammarParseError, RecursionError):  # its message repeats the text
             problems.append(f"{'.'.join(path)}: malformed interpolation")
-    config = OmegaConf.create(found)
+    config = OmegaConf.create(well_formed)
     resolved: dict[str, Any] = {}
-    own = named_secrets(found)
-    for path, value in document.leaves(found):
+    secrets_in_file = named_secrets(well_formed)
+    for path, value in document.leaves(well_formed):
         if "${" in str(value):
             key = ".".join(path)
             try:
@@ -301,7 +354,8 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
                 value = functools.reduce(lambda node, part: node[part], path, config)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
-                if texts := (*read, *(text for text in own if text in str(value))):
+                texts = (*read, *(text for text in secrets_in_file if text in str(value)))
+                if texts:
                     secrets[path] = texts
             except RecursionError:
                 problems.append(f"{key}: Recursive interpolation detected")
@@ -326,29 +380,39 @@ def _override_value(path: Sequence[str], text: str) -> Any:
 def _parsed(text: str) -> tuple[Any, Any]:
     """Return the value of an override, and the same with texts instead of values."""
     value = document.parse_value(text)
-    return value, text if isinstance(value, str) else document.parse_texts(text)
+    if isinstance(value, str):
+        return value, text
+    return value, document.parse_texts(text)
 
 
 def _at(tree: object, path: Sequence[str]) -> Any:
-    return functools.reduce(lambda node, part: node.get(part) if isinstance(node, Mapping) else None, path, tree)
+    """Return the value at a path of nested mappings; None if there is none."""
+    node: Any = tree
+    for part in path:
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
+    return node
 
 
 @functools.cache
 def _types() -> dict[str, str]:
+    """Return the declared type of each key, by dotted key."""
     return {path: str(key.type) for path, _, key in all_keys()}
 
 
 def _sentences(key: str, value: object) -> list[str]:
-    if (removed := removal(key, value)) is not None:
+    """Return the messages about a key that is unknown, or whose value has another type than the key."""
+    removed = removal(key, value)
+    if removed is not None:
         return [removed]
     if key == "cluster.gpus_per_node":
         return [f"{key} must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {shown(value)}"]
-    if key == "cluster.time_limit_min" and isinstance(value, str) and (minutes := minutes_of(value)) is not None:
-        return [f"{key} must be a whole number of minutes, got {shown(value)}: write {math.ceil(minutes)}"]
-    role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"
-    known = {
-        path.replace(f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{role}."): kind for path, kind in _types().items()
-    }
+    if key == "cluster.time_limit_min" and isinstance(value, str):
+        minutes = minutes_of(value)
+        if minutes is not None:
+            return [f"{key} must be a whole number of minutes, got {shown(value)}: write {math.ceil(minutes)}"]
+    known = _types_for(key)
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith(_CONTAINERS)), "")
     if holder and not key.startswith(_ROLE_REQUESTS):
         known[key] = known[holder].partition("[")[2].removeprefix("str, ").removesuffix("]")
@@ -358,21 +422,40 @@ def _sentences(key: str, value: object) -> list[str]:
         choices = ast.literal_eval(known[key].removeprefix("Literal"))
         return [f"{key} must be one of {', '.join(choices)}, got {shown(value)}"]
     if key in known:
-        # A shell removes one pair of quotes.
-        is_empty = value is None and known[key] == "str"
-        fix = """: write '' for an empty string ("''" in a shell)""" if is_empty else ""
-        if known[key].startswith("list[") and isinstance(value, str) and value:
+        fix = ""
+        if value is None and known[key] == "str":
+            fix = """: write '' for an empty string ("''" in a shell)"""  # a shell removes one pair of quotes
+        elif known[key].startswith("list[") and isinstance(value, str) and value:
             words = value.split() if key == "trainer.script" else [value]
             fix = f": write [{', '.join(words)}]"
         return [f"{key} must be {known[key]}, got {shown(value)}{fix}"]
     if any(path.startswith(f"{key}.") for path in known):
         return [f"{key} is a section: give it keys, got {shown(value)}"]
+    shown_key = key if key.isprintable() else shown(key)
+    return [f"{shown_key} is not a key: {_hint_for(key, known)}"]
+
+
+def _types_for(key: str) -> dict[str, str]:
+    """Return the types of all keys; if `key` is one of a role, with its role in the place of ROLE."""
+    if not key.startswith(_ROLE_REQUESTS):
+        return dict(_types())
+    role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0]
+    any_role, this_role = f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{role}."
+    return {path.replace(any_role, this_role): kind for path, kind in _types().items()}
+
+
+def _hint_for(key: str, known: Mapping[str, str]) -> str:
+    """Return a question for the known key that is nearest to an unknown one."""
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
-    sections = {path.partition(".")[0] for path in known if "." in path}
-    near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
-    hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
-    return [f"{key if key.isprintable() else shown(key)} is not a key: {hint}"]
+    if same_leaf:  # the right key in another section, however different
+        near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
+    else:
+        sections = {path.partition(".")[0] for path in known if "." in path}
+        near = difflib.get_close_matches(key, {*known, *sections}, n=1)
+    if not near:
+        return "`hpcdist config --schema` lists all keys"
+    return f"did you mean {near[0]!r}?"
 
 
 def _resolve(config: Config, source: str) -> Config:
@@ -393,19 +476,26 @@ def _resolve(config: Config, source: str) -> Config:
         "data": map_paths(config.data, "data.", absolute),
         "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
     }
-    if path := config.trainer.script_file:
+    path = config.trainer.script_file
+    if path is not None:
         # torchrun resolves the script in the current folder, which differs from that of ranks and of later resumes.
         script = [absolute("trainer.script", str(path)), *config.trainer.script[1:]]
         changes["trainer"] = replace(config.trainer, script=script)
-    if (uri := config.tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+    uri = config.tracking.uri
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         file = absolute("tracking.uri", uri.removeprefix("sqlite:///"))
         changes["tracking"] = replace(config.tracking, uri=f"sqlite:///{file}")
-    container, image = config.container, config.container.image
+    container = config.container
+    image = container.image
     is_path = container.runtime in ("apptainer", "enroot") or image.endswith((".sqsh", ".sif"))
     # pyxis finds other images by name in a registry.
     if image and is_path and "://" not in image:
         image = absolute("container.image", image)
-    mounts = [absolute("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
+    mounts = []
+    for mount in container.mounts:
+        if mount.startswith("~"):
+            mount = absolute("container.mounts", mount)
+        mounts.append(mount)
     changes["container"] = replace(container, image=image, mounts=mounts)
     config = replace(config, **changes)
     if not problems:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -45,17 +44,19 @@ _HARMLESS = {
 def is_secret_name(name: str) -> bool:
     """Return whether a key, variable, option or query parameter of this name is a secret."""
     parts = [part.lower() for part in _PART.findall(name) if not part.isdigit()]
-    if any(
-        part in _ANYWHERE or part.endswith(_STEMS) or (part.endswith("token") and part != "token") for part in parts
-    ):
-        return True
+    for part in parts:
+        if part in _ANYWHERE or part.endswith(_STEMS):
+            return True
+        if part.endswith("token") and part != "token":
+            return True
     if any(kind in _KEY_KINDS and noun in _KEY_NOUNS for kind, noun in pairwise(parts)):
         return True
     if not parts or parts[-1] not in _HARMLESS:
         return False
+    if parts == ["key"]:  # usually the key of a mapping
+        return False
     before = parts[-2] if len(parts) > 1 else ""
-    # The name `key` alone is usually the key of a mapping.
-    return before not in _HARMLESS[parts[-1]] and not (parts[-1] == "key" and not before)
+    return before not in _HARMLESS[parts[-1]]
 
 
 # --- texts
@@ -148,24 +149,32 @@ def _redact(path: tuple[str, ...], value: Any, secret: bool, texts: Texts = _NO_
             return redact_tree(value, path, texts)
         return {key: _redact(path, inner, True) for key, inner in value.items()}
     if isinstance(value, list):
-        return redact_words(value) if not secret else [_redact(path, inner, True) for inner in value]
+        if not secret:
+            return redact_words(value)
+        return [_redact(path, inner, True) for inner in value]
     if isinstance(value, str):
-        return (REDACTED if secret else redact_text(value)) if value else value
+        if secret and value:
+            return REDACTED
+        return redact_text(value)
     if secret and isinstance(value, int | float) and not isinstance(value, bool):
         return REDACTED_NUMBER
     return value
 
 
 def _without(value: Any, texts: list[str]) -> Any:
+    """Return plain containers with `***` in the place of `texts`, which are ordered by length, the longest first."""
     if isinstance(value, Mapping):
         return {key: _without(inner, texts) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without(inner, texts) for inner in value]
-    if isinstance(value, str) and any(len(text) < _SHORT and text in value for text in texts):
-        return REDACTED
-    if isinstance(value, str):
-        return reduce(lambda shown, text: shown.replace(text, REDACTED), texts, value)
-    return _redact((), value, str(value) in texts)
+    if not isinstance(value, str):
+        return _redact((), value, str(value) in texts)
+    for text in texts:
+        if len(text) < _SHORT and text in value:
+            return REDACTED
+    for text in texts:
+        value = value.replace(text, REDACTED)
+    return value
 
 
 def redact_words(words: list[Any]) -> list[Any]:
@@ -185,20 +194,27 @@ _SHORT = 4
 
 def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
     """Return the lines of an error with secrets redacted, and values of variables replaced by `${oc.env:NAME}`."""
-    # A message contains a value as it is, quoted, or shortened (`errors.shown`).
-    instead = {
-        form: name
-        for text, name in _hidden(tree, env)
-        if text
-        for form in (text, repr(text)[1:-1], *([shown(text)] if len(text) > MAX_SHOWN else []))
-    }
-    texts = sorted(instead, key=len, reverse=True)
-    if not texts:
+    replacements: dict[str, str] = {}
+    for text, replacement in _hidden(tree, env):
+        if not text:
+            continue
+        # A message contains a value as it is, quoted, or shortened (`errors.shown`).
+        replacements[text] = replacement
+        replacements[repr(text)[1:-1]] = replacement
+        if len(text) > MAX_SHOWN:
+            replacements[shown(text)] = replacement
+    if not replacements:
         return [redact_text(line) for line in lines]
-    words = "|".join(re.escape(text) if len(text) >= _SHORT else rf"(?<=got ){re.escape(text)}" for text in texts)
-    quoted = "|".join(re.escape(text) for text in texts)
-    pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)|(?<=')(?:{quoted})(?=')")
-    return [redact_text(pattern.sub(lambda match: instead[match[0]], line)) for line in lines]
+    words = []
+    quoted = []
+    for text in sorted(replacements, key=len, reverse=True):
+        escaped = re.escape(text)
+        quoted.append(escaped)
+        if len(text) < _SHORT:
+            escaped = rf"(?<=got ){escaped}"
+        words.append(escaped)
+    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)|(?<=')(?:{'|'.join(quoted)})(?=')")
+    return [redact_text(pattern.sub(lambda match: replacements[match[0]], line)) for line in lines]
 
 
 #: The beginning of an interpolation, and of an escaped one, which is text: after an odd number of backslashes.
@@ -215,9 +231,11 @@ def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterato
             yield from _hidden(inner, env, secret)
     elif isinstance(value, str):
         for name in _ENV_NAME.findall(value):
-            # The name may be an interpolation, which can refer to any variable.
-            names = [name] if "$" not in name else [other for other, text in env.items() if len(text) >= _SHORT]
-            yield from ((env.get(one, ""), f"${{oc.env:{one}}}") for one in names)
+            names = [name]
+            if "$" in name:  # an interpolation, which can refer to any variable
+                names = [other for other, text in env.items() if len(text) >= _SHORT]
+            for variable in names:
+                yield env.get(variable, ""), f"${{oc.env:{variable}}}"
         if secret and not _INTERPOLATION.search(value):
             yield _ESCAPED.sub(lambda match: match[1][::2] + "${", value), REDACTED
     elif secret and isinstance(value, int | float) and not isinstance(value, bool):
@@ -232,12 +250,21 @@ def named_secrets(tree: Mapping[str, Any]) -> list[str]:
 def hidden_texts(shown: Any, value: Any) -> tuple[str, ...]:
     """Return the texts of a value that are `***` in its redacted form."""
     if isinstance(shown, list) and isinstance(value, list) and len(shown) == len(value):
-        return tuple(text for one, inner in zip(shown, value, strict=True) for text in hidden_texts(one, inner))
-    match = re.fullmatch("(.+?)".join(map(re.escape, str(shown).split(REDACTED))), str(value), re.DOTALL)
-    return tuple(match.groups()) if match else (str(value),)
+        texts: list[str] = []
+        for shown_entry, entry in zip(shown, value, strict=True):
+            texts += hidden_texts(shown_entry, entry)
+        return tuple(texts)
+    visible_parts = [re.escape(part) for part in str(shown).split(REDACTED)]
+    match = re.fullmatch("(.+?)".join(visible_parts), str(value), re.DOTALL)
+    if match is None:
+        return (str(value),)
+    return tuple(match.groups())
 
 
 def is_redacted(value: Any) -> bool:
-    if isinstance(value, Mapping | list):
-        return any(map(is_redacted, value.values() if isinstance(value, Mapping) else value))
+    """Return whether a value, or one in its containers, contains `***`."""
+    if isinstance(value, Mapping):
+        return any(is_redacted(inner) for inner in value.values())
+    if isinstance(value, list):
+        return any(is_redacted(inner) for inner in value)
     return isinstance(value, str) and REDACTED in value

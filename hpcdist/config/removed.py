@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """A key that this version does not have."""
+    """A key that an earlier version had."""
 
     instead: str
     """Sentence for a config that sets the key: what to use, or what always applies now."""
@@ -162,9 +162,9 @@ REMOVED_VALUES: dict[tuple[str, str], str] = {
 
 def removal(key: str, value: object) -> str | None:
     """Return the line for a config that sets a removed key, or a removed value of a key; None for all others."""
-    found = _removed(key)
-    if found is not None:
-        return f"{key} was removed: {found.instead}"
+    removed = _removed(key)
+    if removed is not None:
+        return f"{key} was removed: {removed.instead}"
     values = value if isinstance(value, list) else [value]
     for item in values:
         sentence = REMOVED_VALUES.get((key, str(item)))
@@ -174,22 +174,26 @@ def removal(key: str, value: object) -> str | None:
 
 
 def without_removed_defaults(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the tree of a run folder's config without those removed keys that have their former default.
+    """Return the tree of a run folder's config without the removed keys that have their former default.
 
-    A key with another value stays and is answered by `removal`: this version cannot do what it asks for.
+    A removed key with another value stays, so that loading reports it by `removal`.
     """
     kept = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        found = _removed(key)
-        if found is not None and value == found.default:
+        removed = _removed(key)
+        if removed is not None and value == removed.default:
             continue
-        kept[name] = without_removed_defaults(value, f"{key}.") if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            kept[name] = without_removed_defaults(value, f"{key}.")
+        else:
+            kept[name] = value
     return kept
 
 
 def _removed(key: str) -> Removed | None:
-    for pattern, found in REMOVED_KEYS.items():
+    """Return the entry of a key in REMOVED_KEYS; None if it was not removed."""
+    for pattern, removed in REMOVED_KEYS.items():
         if key.count(".") == pattern.count(".") and fnmatchcase(key, pattern):
-            return found
+            return removed
     return None

@@ -10,7 +10,11 @@ DEFAULT_ROLE = "trainer"
 
 
 def share_of(index: int, num_owners: int, num_items: int) -> range:
-    """Return the consecutive items that an owner has; the numbers of items of two owners differ by at most one."""
+    """Return the share of one owner, if items are divided into consecutive ranges whose lengths differ by at most one.
+
+    Args:
+        index: number of the owner, from 0.
+    """
     return range(num_items * index // num_owners, num_items * (index + 1) // num_owners)
 
 
@@ -35,6 +39,7 @@ class Roles:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the roles, in rank order."""
         return tuple(role for role, _ in self.counts)
 
     @property
@@ -76,10 +81,20 @@ class Roles:
             **counts: number of ranks by role; None stands for one or more.
         """
         fits = all(self.count(role) == count for role, count in counts.items() if count is not None)
-        if not fits or set(self.names) != set(counts):
-            wanted = ", ".join(f"{role} {'1 or more' if count is None else count}" for role, count in counts.items())
-            example = ", ".join(f"{role}: {count or 1}" for role, count in counts.items())
-            raise ConfigError(f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'")
+        if fits and set(self.names) == set(counts):
+            return
+        needed = []
+        example = []
+        for role, count in counts.items():
+            if count is None:
+                needed.append(f"{role} 1 or more")
+                example.append(f"{role}: 1")
+            else:
+                needed.append(f"{role} {count}")
+                example.append(f"{role}: {count or 1}")
+        raise ConfigError(
+            f"this trainer needs the roles {', '.join(needed)}, got {self}: set roles='{{{', '.join(example)}}}'"
+        )
 
 
 def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mapping[str, str]) -> list[str]:
@@ -90,16 +105,26 @@ def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mappi
         devices: device by role, if known.
     """
     places = list(groups)
-    rows = [("rank", "role", "device", "place" if any(place for _, place in places) else "")]
-    for role, mine in roles._ranges():
-        for ranks, place in places:
-            both = range(max(mine.start, ranks.start), min(mine.stop, ranks.stop))
-            if both:
-                index = range(both.start - mine.start, both.stop - mine.start)
-                rows.append((span(both), f"{role}:{span(index)}", devices.get(role, ""), place))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    place_title = ""
+    if any(place for _, place in places):
+        place_title = "place"
+    rows = [("rank", "role", "device", place_title)]
+    for role, role_ranks in roles._ranges():
+        for place_ranks, place in places:
+            ranks = range(max(role_ranks.start, place_ranks.start), min(role_ranks.stop, place_ranks.stop))
+            if ranks:
+                indexes = range(ranks.start - role_ranks.start, ranks.stop - role_ranks.start)
+                rows.append((span(ranks), f"{role}:{span(indexes)}", devices.get(role, ""), place))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def span(numbers: range) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    """Return consecutive numbers, at least one, as `3` or `3-7`."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    return f"{numbers[0]}-{numbers[-1]}"

@@ -1,7 +1,8 @@
-"""The keys of a config; the other `…_schema.py` beside this file and the packages of the trainers have the sections.
+"""The class `Config` with all keys of a config, and the checks that involve several sections.
 
-The sections are frozen dataclasses that need only the standard library. `config/loading.py` fills them from YAML and
-the command line. The string under a field is its documentation (`hpcdist config --schema`).
+The classes of its sections are in the other `…_schema.py` beside this file, and in the packages of the trainers. All
+are frozen dataclasses that need only the standard library. `config/loading.py` fills them from YAML and the command
+line. The string under a field is its documentation (`hpcdist config --schema`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig
 from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, PreflightConfig
 from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.section import IS_PATH, MAX_RANKS, ConfigSection, number, one_line
-from hpcdist.config.trainer_declaration import default_trainer, find_trainer, shared_sections, trainer_names
+from hpcdist.config.trainer_declaration import Trainer, default_trainer, find_trainer, shared_sections, trainer_names
 from hpcdist.config.training_schema import (
     DataConfig,
     ElasticConfig,
@@ -88,11 +89,10 @@ class Config(ConfigSection):
     """No key: the texts of values of `params`, while the types that the trainer declares are not known."""
 
     def problems(self) -> list[str]:
-        problems = [
-            f"{name} must be a plain folder name (letters, digits, '.', '_', '-'), got {value!r}"
-            for name, value in (("experiment", self.experiment), ("name", self.name))
-            if value and not (value[0].isalnum() and all(char.isalnum() or char in "._-" for char in value))
-        ]
+        problems = []
+        for key, value in (("experiment", self.experiment), ("name", self.name)):
+            if value and not _is_folder_name(value):
+                problems.append(f"{key} must be a plain folder name (letters, digits, '.', '_', '-'), got {value!r}")
         if not self.experiment:
             problems.append("experiment must not be empty")
         for role, count in self.roles.items():
@@ -107,6 +107,7 @@ class Config(ConfigSection):
 
     @property
     def folder(self) -> Path:
+        """The folder of the run."""
         return Path(self.runs_dir) / self.experiment / self.name
 
     def section(self, kind: type[S]) -> S:
@@ -120,12 +121,18 @@ class Config(ConfigSection):
         raise ConfigError(f"the config of trainer {self.trainer.target} has no section of type {kind.__name__}")
 
 
+def _is_folder_name(text: str) -> bool:
+    return text[0].isalnum() and all(char.isalnum() or char in "._-" for char in text)
+
+
 def to_tree(config: Config) -> dict[str, Any]:
     """Return a config as plain containers: the keys and values of its YAML."""
     tree: dict[str, Any] = {}
     for name, value in asdict(config).items():
-        if name not in NO_KEYS:
-            tree |= value if name == "sections" else {name: value}
+        if name == "sections":
+            tree |= value
+        elif name not in NO_KEYS:
+            tree[name] = value
     return tree
 
 
@@ -136,13 +143,16 @@ def role_device(config: Config, role: str) -> str:
     """
     if role in config.launch.devices:
         return config.launch.devices[role]
-    asked = {
-        name: config.cluster.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
-        for name, request in config.cluster.roles.items()
-    }
-    own = config.cluster.roles.get(role)
-    gpus = asked.get(role, config.cluster.gpus_per_node)
-    if gpus == 0 and (any(asked.values()) or (own is not None and own.gpus_per_node == 0)):
+    gpus_of_roles = {}
+    for name, request in config.cluster.roles.items():
+        gpus_of_roles[name] = request.gpus_per_node
+        if request.gpus_per_node is None:
+            gpus_of_roles[name] = config.cluster.gpus_per_node
+    if gpus_of_roles.get(role, config.cluster.gpus_per_node) != 0:
+        return config.launch.device
+    own_request = config.cluster.roles.get(role)
+    requests_none = own_request is not None and own_request.gpus_per_node == 0
+    if requests_none or any(gpus_of_roles.values()):
         return "cpu"
     return config.launch.device
 
@@ -170,9 +180,8 @@ def cross_check(config: Config) -> list[str]:
         problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
-        problems += [
-            f"{section}.{role}: no such role, `roles` has {', '.join(known)}" for role in set(named) - set(known)
-        ]
+        for role in set(named) - set(known):
+            problems.append(f"{section}.{role}: no such role, `roles` has {', '.join(known)}")
     return problems
 
 
@@ -182,14 +191,24 @@ def _trainer_problems(config: Config) -> list[str]:
     if trainer is None:
         return []
     problems = []
-    if trainer.roles and (
-        tuple(config.roles) != tuple(trainer.roles) or any(config.roles[role] != 1 for role in trainer.single_roles)
-    ):
+    if trainer.roles and not _has_roles(config, trainer):
         got = ", ".join(f"{role}: {count}" for role, count in config.roles.items()) or "none"
-        needed = ", then ".join(f"one {role}" if role in trainer.single_roles else f"{role}s" for role in trainer.roles)
+        needed = []
+        for role in trainer.roles:
+            if role in trainer.single_roles:
+                needed.append(f"one {role}")
+            else:
+                needed.append(f"{role}s")
         example = ", ".join(f"{role}: {count}" for role, count in trainer.roles.items())
-        problems.append(f"roles: trainer {name} needs {needed}, got {got}: set roles='{{{example}}}'")
+        problems.append(f"roles: trainer {name} needs {', then '.join(needed)}, got {got}: set roles='{{{example}}}'")
     return problems + trainer.check(config)
+
+
+def _has_roles(config: Config, trainer: Trainer) -> bool:
+    """Return whether a config has the roles of its trainer, in their order."""
+    if tuple(config.roles) != tuple(trainer.roles):
+        return False
+    return all(config.roles[role] == 1 for role in trainer.single_roles)
 
 
 def largest_world_size(config: Config) -> int:
@@ -220,7 +239,9 @@ def _elastic_problems(config: Config) -> list[str]:
             " config: raise it, or use fewer ranks"
         )
     # Without a number in the config, a checkpoint may hold one, which the ranks check (`rank/micro_batches.py`).
-    return problems + (division_problems(batch_size, elastic.micro_batches) if elastic.micro_batches else [])
+    if elastic.micro_batches is not None:
+        problems += division_problems(batch_size, elastic.micro_batches)
+    return problems
 
 
 def new_run_problems(config: Config, num_ranks: int = 0) -> list[str]:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar, cast
 
 from hpcdist.errors import shown
 
-#: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
-MAX_RANKS, MAX_PER_NODE = 262_144, 1024
+#: Limit of the ranks of a run. No cluster has as many GPUs; a mistyped number fails before it exhausts the memory.
+MAX_RANKS = 262_144
+#: Limit of the ranks, threads or GPUs on one machine, for the same reason.
+MAX_PER_NODE = 1024
 _BOUNDS = {"least": (">=", operator.ge), "above": (">", operator.gt), "most": ("<=", operator.le)}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
@@ -29,13 +31,16 @@ class ConfigSection:
 
     def __post_init__(self) -> None:
         problems = []
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for key in fields(self):
+            value = getattr(self, key.name)
+            if value is None:
+                continue
             for name, (sign, holds) in _BOUNDS.items():
-                bound = one.metadata.get(name)
-                if value is not None and bound is not None and not holds(value, bound):
-                    problems.append(f"{one.name} must be {sign} {bound:g}, got {value}")
-        if problems := problems + self.problems():
+                bound = key.metadata.get(name)
+                if bound is not None and not holds(value, bound):
+                    problems.append(f"{key.name} must be {sign} {bound:g}, got {value}")
+        problems += self.problems()
+        if problems:
             raise ValueError("\n".join(problems))
 
     def problems(self) -> list[str]:
@@ -44,6 +49,7 @@ class ConfigSection:
 
 
 def variables(section: object, name: str) -> list[str]:
+    """Return a mistake for each key of the mapping `name` that is not a valid name of an environment variable."""
     return [
         f"{name}: {shown(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
         for key in getattr(section, name)
@@ -52,29 +58,40 @@ def variables(section: object, name: str) -> list[str]:
 
 
 def flags(section: object, *names: str) -> list[str]:
-    """Return the names that are not options of Slurm, which would change the meaning of a script or command."""
-    return [
-        f"{name}: {shown(key)} is not an option: use its long name without dashes, such as mail-type"
-        for name in names
-        for key in getattr(section, name)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]+", str(key))
-    ]
+    """Return a mistake for each key of the mappings `names` that is not the name of an option of Slurm.
+
+    Other text would change the meaning of a script or command.
+    """
+    problems = []
+    for name in names:
+        for key in getattr(section, name):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]+", str(key)):
+                problems.append(
+                    f"{name}: {shown(key)} is not an option: use its long name without dashes, such as mail-type"
+                )
+    return problems
 
 
 def one_line(section: object, *names: str) -> list[str]:
-    """Return the texts with a control character; a newline would end a line of the batch script."""
+    """Return a mistake for each text with a control character; a newline would end a line of the batch script.
+
+    Args:
+        names: keys of the section that hold a text, a list or a mapping of texts.
+    """
     texts: list[tuple[str, object]] = []
     for name in names:
         value = getattr(section, name)
         if isinstance(value, Mapping):
             texts += [(f"{name}.{key}", text) for key, text in value.items()]
+        elif isinstance(value, list):
+            texts += [(name, text) for text in value]
         else:
-            texts += [(name, text) for text in (value if isinstance(value, list) else [value])]
-    return [
-        f"{key} must be one line without control characters, got {shown(str(text))}"
-        for key, text in texts
-        if _CONTROL.search(str(text))
-    ]
+            texts.append((name, value))
+    problems = []
+    for key, text in texts:
+        if _CONTROL.search(str(text)):
+            problems.append(f"{key} must be one line without control characters, got {shown(str(text))}")
+    return problems
 
 
 S = TypeVar("S")
@@ -85,10 +102,13 @@ IS_PATH = {"is_path": True}
 def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S:
     """Return a section in which `absolute(key, path)` replaces each path that is not empty."""
     changes: dict[str, str | list[str]] = {}
-    for one in fields(cast(Any, section)):
-        value = getattr(section, one.name)
-        if not one.metadata.get("is_path") or not value:
+    for field_ in fields(cast(Any, section)):
+        value = getattr(section, field_.name)
+        if not field_.metadata.get("is_path") or not value:
             continue
-        key = f"{prefix}{one.name}"
-        changes[one.name] = [absolute(key, path) for path in value] if isinstance(value, list) else absolute(key, value)
+        key = f"{prefix}{field_.name}"
+        if isinstance(value, list):
+            changes[field_.name] = [absolute(key, path) for path in value]
+        else:
+            changes[field_.name] = absolute(key, value)
     return cast(S, replace(cast(Any, section), **changes))

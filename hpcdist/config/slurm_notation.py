@@ -16,6 +16,7 @@ from hpcdist.errors import TopologyError, shortened
 #: A nodelist with more names is rejected before memory is allocated for them.
 MAX_HOSTS = 1_000_000
 _MAX_NAME_LENGTH = 255  # DNS allows no longer name
+_MINUTES_PER_DAY = 24 * 60
 _GROUP = re.compile(r"\[[^\[\]]*\]")
 #: `-` at the beginning would be an option on a command line.
 _NAME = re.compile(r"(?!-)(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+")
@@ -26,15 +27,16 @@ _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
 def minutes_of(text: str) -> float | None:
     """Return a time limit as Slurm writes it (`1-00:00:00`, `30:00`, `90`) in minutes; None for other text."""
-    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
+    if match is None:
         return None
-    days = found[1]
-    parts = [int(part) for part in found.groups()[1:] if part is not None]
-    if len(parts) < 3 and days is None:
+    days, *given = match.groups()
+    parts = [int(part) for part in given if part is not None]
+    has_seconds = given[-1] is not None
+    if days is None and not has_seconds:
         parts = [0, *parts]  # minutes, or minutes and seconds
     hours, minutes, seconds = (*parts, 0, 0)[:3]
-    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
+    return int(days or 0) * _MINUTES_PER_DAY + hours * 60 + minutes + seconds / 60
 
 
 def expand(nodelist: str) -> list[str]:
@@ -47,16 +49,19 @@ def expand(nodelist: str) -> list[str]:
         names = [""]
         num_groups = name.count("[")
         for choices, text in _PART.findall(name):
-            found = [text] if text else _numbers(nodelist, choices)
-            num_groups -= not text
-            if len(hosts) + len(names) * len(found) > MAX_HOSTS:
+            if text:
+                parts = [text]
+            else:
+                parts = _numbers(nodelist, choices)
+                num_groups -= 1
+            if len(hosts) + len(names) * len(parts) > MAX_HOSTS:
                 _fail(nodelist, f"more than {MAX_HOSTS:,} names")
-            if max(map(len, names)) + max(map(len, found)) > _MAX_NAME_LENGTH:
+            if max(map(len, names)) + max(map(len, parts)) > _MAX_NAME_LENGTH:
                 _fail(nodelist, f"a node name of more than {_MAX_NAME_LENGTH} characters")
             if num_groups:
-                names = [left + right for right in found for left in names]
-            else:
-                names = [left + right for left in names for right in found]
+                names = [left + right for right in parts for left in names]
+            else:  # the last group changes fastest
+                names = [left + right for left in names for right in parts]
         hosts += names
     return hosts
 
@@ -79,16 +84,25 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _numbers(nodelist: str, choices: str) -> list[str]:
+    """Return the numbers in the brackets of a nodelist, such as `08-10` and `12`, separated by NUL characters."""
     numbers: list[str] = []
     for choice in choices.split("\0"):
         match = _RANGE.fullmatch(choice)
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or high < low:
-            _fail(nodelist, f"expected a number or a range like 1-3, got {shortened(choice)!r}")
+        if match is None:
+            _fail_range(nodelist, choice)
+        first, last = match[1], match[2] or match[1]
+        low, high = int(first), int(last)
+        if high < low:
+            _fail_range(nodelist, choice)
         if len(numbers) + high - low >= MAX_HOSTS:
             _fail(nodelist, f"more than {MAX_HOSTS:,} names")
-        numbers.extend(f"{number:0{len(match[1])}d}" for number in range(low, high + 1))
+        width = len(first)
+        numbers.extend(f"{number:0{width}d}" for number in range(low, high + 1))
     return numbers
+
+
+def _fail_range(nodelist: str, choice: str) -> NoReturn:
+    _fail(nodelist, f"expected a number or a range like 1-3, got {shortened(choice)!r}")
 
 
 def _fail(nodelist: str, problem: str) -> NoReturn:

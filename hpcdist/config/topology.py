@@ -31,9 +31,11 @@ class Variables:
         self.fix = fix
 
     def has(self, name: str) -> bool:
+        """Return whether a variable is set and not empty."""
         return bool(self.env.get(name))
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Return the value of a variable. Raises TopologyError if it is not set and has no default."""
         if self.has(name):
             return self.env[name]
         if default is None:
@@ -50,6 +52,7 @@ class Variables:
         return int(value)
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
+        """Return the result of `parse` for a variable; its TopologyError gets the name of the variable and the fix."""
         try:
             return parse(self.text(name))
         except TopologyError as error:
@@ -60,9 +63,11 @@ class Variables:
         return ", ".join(f"{name}={shortened(self.env[name])}" for name in names if self.has(name))
 
     def missing(self, names: Iterable[str]) -> str:
+        """Return the names of the variables that are not set, for a message; empty if all are."""
         return ", ".join(name for name in names if not self.has(name))
 
     def error(self, problem: str) -> TopologyError:
+        """Return the error for a problem, with the fix for variables of this launcher."""
         return TopologyError(f"{problem}; {self.fix}")
 
 
@@ -70,6 +75,9 @@ class Variables:
 _PORTS_START = 20480
 _NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
 _PORTS_PER_JOB = 16
+_MAX_PORT = 2**16 - 1
+#: Slurm numbers the batch, extern and interactive steps of a job from here to 2**32.
+_SPECIAL_STEPS_START = 0xFFFFFFF0
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
 SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
 
@@ -104,24 +112,28 @@ class Topology:
     """Number of the attempt; each restart increases it by one."""
 
     def __post_init__(self) -> None:
-        alone, here, everywhere = self.num_nodes == 1, self.local_world_size, self.world_size
+        is_alone = self.num_nodes == 1
+        num_here = self.local_world_size
+        num_ranks = self.world_size
         rules = {
-            "0 <= rank < world_size": 0 <= self.rank < everywhere,
-            "0 <= local_rank < local_world_size": 0 <= self.local_rank < here,
+            "0 <= rank < world_size": 0 <= self.rank < num_ranks,
+            "0 <= local_rank < local_world_size": 0 <= self.local_rank < num_here,
             "0 <= node_rank < num_nodes": 0 <= self.node_rank < self.num_nodes,
-            "local_world_size == world_size if num_nodes == 1": not alone or here == everywhere,
-            "local_world_size + num_nodes <= world_size + 1": here + self.num_nodes <= everywhere + 1,
+            "local_world_size == world_size if num_nodes == 1": not is_alone or num_here == num_ranks,
+            # Each of the other nodes has at least one rank.
+            "local_world_size + num_nodes <= world_size + 1": num_here + self.num_nodes <= num_ranks + 1,
             "num_nodes names in hosts, or none": len(self.hosts) in (0, self.num_nodes),
             "distinct names in hosts": len(set(self.hosts)) == len(self.hosts),
             "a name or address in master_addr": re.fullmatch(r"\S+", self.master_addr),
-            "1 <= master_port <= 65535": 1 <= self.master_port <= 65535,
+            "1 <= master_port <= 65535": 1 <= self.master_port <= _MAX_PORT,
             "a job_id without spaces": re.fullmatch(r"\S+", self.job_id),
             "attempt >= 0": self.attempt >= 0,
         }
-        if rule := next((rule for rule, holds in rules.items() if not holds), None):
-            names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
-            values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
-            raise TopologyError(f"a topology requires {rule}, got {values}")
+        for rule, holds in rules.items():
+            if not holds:
+                names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
+                values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
+                raise TopologyError(f"a topology requires {rule}, got {values}")
 
     @property
     def token(self) -> str:
@@ -138,10 +150,9 @@ class Topology:
             return _from_own(Variables(env, _OWN_FIX))
         slurm = Variables(env, SLURM_FIX)
         step = slurm.text("SLURM_STEP_ID", "")
-        # SLURM_PROCID alone is also set in the shell of sbatch. The numbers of Slurm's batch, extern and interactive
-        # steps are directly below 2**32.
-        is_task = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < 0xFFFFFFF0
-        if not (is_task and slurm.has("SLURM_PROCID")):
+        # SLURM_PROCID alone is also set in the shell of sbatch, which runs in the batch step.
+        is_srun_step = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _SPECIAL_STEPS_START
+        if not (is_srun_step and slurm.has("SLURM_PROCID")):
             seen = slurm.shown(("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", *OWN_RENDEZVOUS)) or "no variable"
             raise slurm.error(f"this process is neither a rank of `hpcdist run` nor an srun task ({seen})")
         return _from_slurm(slurm)
@@ -179,7 +190,8 @@ def _rendezvous(variables: Variables, addr: str, job_id: str, attempt: int) -> d
 
 
 def _from_own(variables: Variables) -> Topology:
-    if missing := variables.missing((*OWN_PLACE, *OWN_RENDEZVOUS)):
+    missing = variables.missing((*OWN_PLACE, *OWN_RENDEZVOUS))
+    if missing:
         raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_RENDEZVOUS))} set, but {missing} not")
     place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
     return _build(variables, OWN_PLACE, **place, **_rendezvous(variables, "", "", 0), launcher="hpcdist")

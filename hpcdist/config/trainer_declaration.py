@@ -65,11 +65,20 @@ def find_trainer(name: str) -> Trainer | None:
 
 
 def trainer_sections() -> dict[str, type]:
-    found = {name: find_trainer(name) for name in trainer_names()}
-    return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
+    """Return the dataclass of each shipped trainer's own section, by the key of the section."""
+    sections = {}
+    for name in trainer_names():
+        trainer = find_trainer(name)
+        if trainer is not None and trainer.section is not None:
+            sections[name] = trainer.section
+    return sections
 
 
 def shared_sections() -> set[str]:
     """Return the keys of the sections that several shipped trainers read."""
-    trainers = (find_trainer(name) for name in trainer_names())
-    return {section for trainer in trainers if trainer for section in trainer.shared_sections}
+    sections: set[str] = set()
+    for name in trainer_names():
+        trainer = find_trainer(name)
+        if trainer is not None:
+            sections.update(trainer.shared_sections)
+    return sections

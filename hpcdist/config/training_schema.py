@@ -13,7 +13,11 @@ from hpcdist.config.trainer_declaration import default_trainer
 
 def script_name(command: Sequence[str]) -> str:
     """Return the name of the file in `[script, argument, …]`, or of the module in `[-m, module, argument, …]`."""
-    return "".join(command[1:2]) if command and command[0] == "-m" else Path(*command[:1]).name
+    if not command:
+        return ""
+    if command[0] == "-m":
+        return "".join(command[1:2])  # empty if the module is missing
+    return Path(command[0]).name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,9 @@ class TrainerConfig(ConfigSection):
     @property
     def script_file(self) -> Path | None:
         """The file of the script; None for a module, and without a script."""
-        return Path(self.script[0]) if self.script and self.script[0] != "-m" else None
+        if not self.script or self.script[0] == "-m":
+            return None
+        return Path(self.script[0])
 
     @property
     def script_name(self) -> str:
@@ -36,14 +42,18 @@ class TrainerConfig(ConfigSection):
         return script_name(self.script)
 
     def problems(self) -> list[str]:
-        if self.script[:1] == ["-m"] and not all(part.isidentifier() for part in self.script_name.split(".")):
+        if self.script[:1] == ["-m"] and not _is_module_name(self.script_name):
             return [f"script needs a module after -m, as in [-m, package.module], got {self.script_name!r}"]
         if self.target.endswith(".py"):
             return [f"target is a trainer; for a script write trainer: {{script: [{self.target}]}}"]
         module, colon, function = self.target.partition(":")
-        if colon and not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        if colon and not (function.isidentifier() and _is_module_name(module)):
             return [f"target must look like package.module:function, got {self.target!r}"]
         return []
+
+
+def _is_module_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""A config as a run folder stores it, with redacted secrets, and the parameters that a user's trainer declares."""
+"""The config in a run folder, with redacted secrets; and the parameters that a user's trainer declares.
+
+A run folder's config is read without OmegaConf, the import of which takes longer than that of all other modules of a
+rank.
+"""
 
 import ast
 import builtins
@@ -33,13 +37,16 @@ from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host.json_files import stamped, unstamped
 
-# It is read without OmegaConf, the import of which takes longer than that of all other modules of a rank.
-
 S = TypeVar("S")
+#: Limit of a run folder's config. It is larger than that of a file that a user writes, because interpolations were
+#: resolved and defaults added.
+_MAX_BYTES = 16 << 20
 
 
 def to_yaml(config: Config) -> str:
-    return document.dump(redacted(config), {("params", *path): text for path, text in config.param_texts.items()})
+    """Return the YAML of a config, with `***` for secrets."""
+    texts = {("params", *path): text for path, text in config.param_texts.items()}
+    return document.dump(redacted(config), texts)
 
 
 def run_yaml(config: Config) -> str:
@@ -50,15 +57,18 @@ def run_yaml(config: Config) -> str:
 def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
     """Return a run folder's config as plain containers, without its format number and without checks of its keys.
 
-    With `section` only that one, if the file has it as hpcdist writes it.
+    Args:
+        section: read only this section, which is faster; the whole file is read if it has another layout than hpcdist
+            writes.
     """
-    return stored_document(path, section)[0]
+    tree, _ = stored_document(path, section)
+    return tree
 
 
 def stored_document(path: Path, section: str = "") -> tuple[dict[str, Any], ParamTexts]:
     """Return what `stored_tree` returns, and the texts of the values of `params`."""
     try:
-        text = document.read_text(path, max_bytes=16 << 20)
+        text = document.read_text(path, max_bytes=_MAX_BYTES)
         if section and f"\n{section}:\n" in text:
             parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
             text = "".join(part for part in parts if part.startswith(("format:", f"{section}:")))
@@ -75,22 +85,25 @@ def stored_document(path: Path, section: str = "") -> tuple[dict[str, Any], Para
 class StoredConfig:
     """The config of a run as its folder stores it, with `***` for secrets."""
 
-    #: With defaults for keys that are missing or cannot be read (`convert`).
+    #: The config, with defaults for keys that are missing or cannot be read (`convert`).
     config: Config = field(default_factory=Config)
     values: Mapping[str, Any] = field(default_factory=dict)  #: the content of the file, by dotted key
-    problem: str = ""  #: the keys that cannot be read, or why the file cannot; empty without a problem
+    problem: str = ""  #: the keys that cannot be read, or why the file cannot be read; empty without a problem
 
     @property
     def trainer(self) -> Trainer | None:
         """The declaration of its shipped trainer; None for code of the user's own, and without a readable config."""
-        trainer = self.config.trainer
-        return find_trainer(trainer.target) if self.values and not trainer.script else None
+        if not self.values or self.config.trainer.script:
+            return None
+        return find_trainer(self.config.trainer.target)
 
 
 def read_section(path: Path, name: str, kind: type[S]) -> S:
     """Return a section of a run folder's config, in a tenth of the time that `read_stored` takes."""
-    found = stored_tree(path, name).get(name)
-    return convert_section(kind, found if isinstance(found, Mapping) else {}, name, [])
+    section = stored_tree(path, name).get(name)
+    if not isinstance(section, Mapping):
+        section = {}
+    return convert_section(kind, section, name, [])
 
 
 def read_stored(path: Path) -> StoredConfig:
@@ -98,10 +111,19 @@ def read_stored(path: Path) -> StoredConfig:
     tree = stored_tree(path)
     document.expand_short_forms(tree)
     config, mistakes = convert(without_removed_defaults(tree))
-    pairs = [(one, None) if isinstance(one, str) else one for one in mistakes]
-    unknown = [key for key, value in pairs if not is_redacted(value)]
-    problem = f"{path.name} has keys or values that hpcdist {hpcdist.__version__} does not know: {', '.join(unknown)}"
-    return StoredConfig(config=config, values=document.flat(tree), problem=problem[:400] if unknown else "")
+    unknown = []
+    for mistake in mistakes:
+        if isinstance(mistake, str):
+            unknown.append(mistake)
+            continue
+        key, value = mistake
+        if not is_redacted(value):
+            unknown.append(key)
+    problem = ""
+    if unknown:
+        known_by = f"hpcdist {hpcdist.__version__}"
+        problem = f"{path.name} has keys or values that {known_by} does not know: {', '.join(unknown)}"[:400]
+    return StoredConfig(config=config, values=document.flat(tree), problem=problem)
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -110,6 +132,7 @@ def redacted(config: Config) -> dict[str, Any]:
 
 
 def flat_values(config: Config) -> dict[str, Any]:
+    """Return the values of a config by dotted key, with `***` for secrets."""
     return document.flat(redacted(config))
 
 
@@ -125,21 +148,25 @@ def redacted_argument(text: str) -> str:
 
 
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
-    clean = dict(document.leaves(redacted(config)))
-    return [path for path, value in document.leaves(to_tree(config)) if clean[path] != value]
+    """Return the keys whose values the run folder's config redacts; each as the names that lead to it."""
+    stored = dict(document.leaves(redacted(config)))
+    return [path for path, value in document.leaves(to_tree(config)) if stored[path] != value]
 
 
 def secrets_of(config: Config) -> dict[str, str]:
     """Return the environment variables from which `load_run_config` restores the redacted values.
 
-    That of `notify.webhook` is HPCDIST_NOTIFY_WEBHOOK.
+    The variable of `notify.webhook` is HPCDIST_NOTIFY_WEBHOOK, for example.
     """
     tree = to_tree(config)
     values = dict(document.leaves(tree))
-    return {
-        _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
-        for path in secret_keys(config)
-    }
+    variables = {}
+    for path in secret_keys(config):
+        value = values[path]
+        if not isinstance(value, str):
+            value = json.dumps(value)
+        variables[_variable(path, tree)] = value
+    return variables
 
 
 def restore_secrets(
@@ -151,36 +178,44 @@ def restore_secrets(
         without: dotted keys that overrides set anyway.
         require: whether a missing variable is an error; otherwise the value stays `***`.
     """
-    problems, restored = [], {}
-    for path, value in list(document.leaves(tree)):
-        key, name = ".".join(path), _variable(path, tree)
-        if not is_redacted(value) or key in without:
+    problems = []
+    restored = {}
+    for path, redacted_value in list(document.leaves(tree)):
+        key = ".".join(path)
+        name = _variable(path, tree)
+        if not is_redacted(redacted_value) or key in without:
             continue
         if name in env:
-            text: Any = env[name]
-            if not isinstance(value, str) or value == REDACTED_NUMBER:  # `secrets_of` writes them as JSON
+            value: Any = env[name]
+            if not isinstance(redacted_value, str) or redacted_value == REDACTED_NUMBER:
                 try:
-                    text = json.loads(text)
+                    value = json.loads(value)  # as `secrets_of` writes it
                 except ValueError:
                     raise ConfigError(f"{name} in the environment must hold JSON, such as 3 or [1, 2]") from None
-            document.insert(tree, path, text)
-            restored[path] = value, text
+            document.insert(tree, path, value)
+            restored[path] = redacted_value, value
         elif require:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(*problems, source=source)
-    clean = dict(document.leaves(redact_tree(tree)))
-    return {path: hidden_texts(*pair) for path, pair in restored.items() if clean.get(path) != pair[0]}
+    redacted_again = dict(document.leaves(redact_tree(tree)))
+    secret_texts: SecretTexts = {}
+    for path, (redacted_value, value) in restored.items():
+        if redacted_again.get(path) != redacted_value:  # not a secret by its key or form
+            secret_texts[path] = hidden_texts(redacted_value, value)
+    return secret_texts
 
 
 def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
     """Return the name of the environment variable that holds the value of a redacted key.
 
-    A variable of the ranks is its own; if both sections contain it, `launch.env` wins, as it does in the ranks.
+    A key of `launch.env` or `cluster.env` is itself the name of a variable. If both contain it, `launch.env` has the
+    name, because its value is that of the ranks.
     """
     if path[:2] == ("launch", "env"):
         return path[-1]
-    if path[:2] == ("cluster", "env") and path[-1] not in ((tree.get("launch") or {}).get("env") or {}):
+    launch = tree.get("launch") or {}
+    if path[:2] == ("cluster", "env") and path[-1] not in (launch.get("env") or {}):
         return path[-1]
     return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
@@ -190,7 +225,7 @@ def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
 # the dataclass are read, which may contain values and types only, and its module is not executed.
 
 _VALUES = (bool, bytes, dict, float, frozenset, int, list, object, set, str, tuple)
-#: What the fields of a dataclass may use.
+#: The names that the fields of a dataclass may use.
 _NAMES = {
     "Any": Any, "Literal": typing.Literal, "Optional": typing.Optional, "Union": typing.Union, "typing": typing,
     "dataclass": dataclasses.dataclass, "field": dataclasses.field, "dataclasses": dataclasses, "Path": Path,
@@ -232,16 +267,20 @@ def _is_quoted(annotation: ast.AST) -> bool:
 def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDef] | None:
     """Return the dataclass that a trainer declares, without its methods, and its source.
 
-    The module is searched in `folder`, then in `sys.path`. None if it has no such dataclass, or one that needs more
-    than values and the types in `_NAMES`: only the ranks check it then.
+    None if the trainer declares no dataclass, or one that needs more than values and the types in `_NAMES`; the ranks
+    check such a dataclass.
+
+    Args:
+        folder: where the module of the trainer is searched first, before `sys.path`.
     """
-    module, _, function = ("" if trainer.script else trainer.target).partition(":")
-    stem = module.replace(".", "/")
-    files = (one / (stem + end) for one in (folder, *map(Path, sys.path)) for end in (".py", "/__init__.py"))
+    if trainer.script:
+        return None
+    module, _, function = trainer.target.partition(":")
     try:
-        body = ast.parse(next(path for path in files if path.is_file()).read_bytes()).body
+        body = ast.parse(_module_file(module, folder).read_bytes()).body
         arguments = next(node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
-        name = ast.unparse(cast(ast.expr, (arguments.posonlyargs + arguments.args)[2].annotation)).strip("'")
+        third = (arguments.posonlyargs + arguments.args)[2]
+        name = ast.unparse(cast(ast.expr, third.annotation)).strip("'")
         source = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
         source.body = [node for node in source.body if isinstance(node, ast.AnnAssign | ast.Expr)]
         if not _is_plain(source):
@@ -252,32 +291,47 @@ def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDe
         get_type_hints(kind)
     except Exception:  # the ranks import the module, and report what is wrong with it
         return None
-    return (kind, source) if dataclasses.is_dataclass(kind) else None
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return kind, source
+
+
+def _module_file(module: str, folder: Path) -> Path:
+    """Return the source file of a module in a folder, else in `sys.path`. Raises FileNotFoundError without one."""
+    stem = module.replace(".", "/")
+    for place in (folder, *map(Path, sys.path)):
+        for ending in (".py", "/__init__.py"):
+            path = place / (stem + ending)
+            if path.is_file():
+                return path
+    raise FileNotFoundError(module)
 
 
 def with_params(config: Config, folder: Path, source: str) -> Config:
     """Return the config with `params` checked, and filled with the defaults that its trainer declares."""
-    if (found := declaration(config.trainer, folder)) is None:
+    declared = declaration(config.trainer, folder)
+    if declared is None:
         return config
-    made = build(found[0], with_texts(config.params, config.param_texts), source)
-    return dataclasses.replace(config, params=_stored(made, config.params), param_texts={})
+    kind, _ = declared
+    params = build(kind, with_texts(config.params, config.param_texts), source)
+    return dataclasses.replace(config, params=_stored(params, config.params), param_texts={})
 
 
 def _stored(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON has them, without defaults that a rank would read as other values."""
     values = {}
     types = get_type_hints(type(section))
-    for one in dataclasses.fields(section):
-        if not one.init:
+    for key in dataclasses.fields(section):
+        if not key.init:
             continue
-        value = getattr(section, one.name)
-        if dataclasses.is_dataclass(value) and types[one.name] is type(value):
-            values[one.name] = _stored(value, given.get(one.name, {}))
+        value = getattr(section, key.name)
+        if dataclasses.is_dataclass(value) and types[key.name] is type(value):
+            values[key.name] = _stored(value, given.get(key.name, {}))
             continue
-        plain = dataclasses.asdict(section)[one.name]
+        plain = dataclasses.asdict(section)[key.name]
         stored = json.loads(json.dumps(plain, default=str))
-        if one.name in given or reads_as(types[one.name], stored, value):
-            values[one.name] = stored
+        if key.name in given or reads_as(types[key.name], stored, value):
+            values[key.name] = stored
     return values
 
 
@@ -290,22 +344,25 @@ def arguments_of(
         texts: see `Config.param_texts`.
     """
     params = with_texts(params, texts or {})
-    third = [one.annotation for one in inspect.signature(train).parameters.values()][2:3]
-    kinds = [eval(kind, inspect.unwrap(train).__globals__) if isinstance(kind, str) else kind for kind in third]  # noqa: S307
-    return [build(kind, params) for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(kind, type)]
+    for parameter in list(inspect.signature(train).parameters.values())[2:3]:
+        kind = parameter.annotation
+        if isinstance(kind, str):
+            kind = eval(kind, inspect.unwrap(train).__globals__)  # noqa: S307
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            return [build(kind, params)]
+    return []
 
 
 def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
     """Return a dataclass with the values of `params`. Raises ConfigError with one line for each mistake."""
-    problems = [
-        f"params.{one.name} is missing: {kind.__name__} has no default for it"
-        for one in dataclasses.fields(cast(Any, kind))
-        if one.init and one.name not in values and default_of(one) is dataclasses.MISSING
-    ]
-    made: Any = None
+    problems = []
+    for field_ in dataclasses.fields(cast(Any, kind)):
+        if field_.init and field_.name not in values and default_of(field_) is dataclasses.MISSING:
+            problems.append(f"params.{field_.name} is missing: {kind.__name__} has no default for it")
+    params: Any = None
     mistakes: list[Mistake] = []
     try:
-        made = convert_section(kind, values, "params", mistakes)
+        params = convert_section(kind, values, "params", mistakes)
     except TypeError:  # a required key is missing or has a mistake
         if not problems and not mistakes:
             raise
@@ -316,13 +373,18 @@ def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
             continue
         key, value = mistake
         name = key.split(".")[1]
-        if (declared := types.get(name)) is None:
+        declared = types.get(name)
+        if declared is None:
             hint = suggestion(name, types, "there are " + ", ".join(types))
             problems.append(f"params.{name} is not a key: {hint}")
             continue
-        expected = declared.__name__ if get_origin(declared) is None else str(declared).replace("typing.", "")
-        inner = "" if key == f"params.{name}" else f" for {key}"
-        problems.append(f"params.{name} must be {expected}, got {shown(value)}{inner}")
+        expected = str(declared).replace("typing.", "")
+        if get_origin(declared) is None:
+            expected = declared.__name__
+        inner_key = ""
+        if key != f"params.{name}":
+            inner_key = f" for {key}"
+        problems.append(f"params.{name} must be {expected}, got {shown(value)}{inner_key}")
     if problems:
         raise ConfigError(*problems, source=source)
-    return made
+    return params
