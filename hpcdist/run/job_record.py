@@ -35,7 +35,10 @@ class JobStart:
     failed_nodes: str = ""  #: names of the nodes whose failure ended this start, with commas; empty if unknown
 
     def contains(self, moment: float) -> bool:
-        return self.began - SAME_START_S <= moment and (self.ended is None or moment <= self.ended + SAME_START_S)
+        """Return whether a time, in seconds since the epoch, is between begin and end of this start."""
+        if moment < self.began - SAME_START_S:
+            return False
+        return self.ended is None or moment <= self.ended + SAME_START_S
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,9 @@ def defined_names(tree: ast.Module) -> set[str] | None:
         if is_star or is_dynamic or isinstance(node, ast.Global):
             return None
     names = set(_names_of(tree))
-    return None if "__getattr__" in names else names
+    if "__getattr__" in names:
+        return None
+    return names
 
 
 def _names_of(node: ast.AST) -> Iterator[str]:

@@ -74,6 +74,7 @@ class TrainingNotes:
         self._record = TrainingRecord()
 
     def begin(self, first_step: int) -> None:
+        """Record that training begins now, after `first_step` steps."""
         self._write(replace(self._record, first_step=first_step, began=time.time()))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
