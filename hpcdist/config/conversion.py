@@ -17,7 +17,7 @@ from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.trainer_declaration import find_trainer
 
 S = TypeVar("S")
-#: A line, or the dotted key and the value of a key that is unknown or has a value of another type.
+#: A message; or dotted key and value, if the key is unknown or its value has another type.
 Mistake = str | tuple[str, Any]
 _SCALARS = (NoneType, bool, int, float, str)
 
@@ -37,8 +37,8 @@ class _MismatchError(TypeError):
 def convert(tree: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
     """Return the config of plain containers, with defaults for missing keys, and all mistakes.
 
-    Texts are converted for keys that take a number, and numbers for keys that take a text. A key with a mistake has its
-    default, as have all keys of a section whose check of its values fails.
+    Texts are converted for keys that take a number, and numbers for keys that take a text. A key with a mistake keeps
+    its default. If the check of a section's values fails, all keys of the section keep their defaults.
     """
     mistakes: list[Mistake] = []
     types = _keys(tree)

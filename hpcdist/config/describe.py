@@ -1,4 +1,4 @@
-"""All keys with type, default and documentation: as a list, and as the JSON Schema for editors."""
+"""Documentation of all keys of a config, with type and default: as a list, and as the JSON Schema for editors."""
 
 import ast
 import inspect

@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 20
 #: Limit of the levels of a document, and of an override's key. A few thousand levels overflow the stack of libyaml's
 #: recursive composer, which ends the interpreter.
 MAX_DEPTH = 40
-#: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
+#: Integers of Python have no bounds, but JSON readers, NumPy, PyTorch and MLflow use 64 bits.
 _MAX_INTEGER = 2**63 - 1
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 #: In C if PyYAML has it, which is seven times as fast.
@@ -230,7 +230,7 @@ def parse(text: str) -> Any:
 
 
 def parse_texts(text: str) -> Any:
-    """Return what `parse` returns, with the text of each value instead of the value."""
+    """Return the containers that `parse` returns, with the text of each value instead of the value."""
     return yaml.load(text, _TextLoader)  # noqa: S506  # a SafeLoader
 
 

@@ -42,8 +42,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         cluster: path or name of a site's profile; the config's own `cluster` section overrides it.
         overrides: `section.key=value`; the value is read as YAML.
 
-    Raises ConfigError with one line for every mistake found; for those of `overrides` it names the command line, for
-    those of `cluster` the profile's path.
+    Raises ConfigError with one line for every mistake found. Mistakes in `overrides` are reported with `command line`,
+    mistakes in the site's profile with its path.
     """
     path, tree, texts, origins = _sources(source, cluster)
     return _with_overrides(tree, texts, overrides, str(path), origins, Path.cwd())
@@ -266,7 +266,7 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
         if len(path) > document.MAX_DEPTH:
             problems.append(f"{shown(key)}: nested more than {document.MAX_DEPTH} levels deep")
             continue
-        # The origin of the outermost section that the override creates is the command line, else that of its key.
+        # Find the outermost section that the override creates; the whole path if its section exists.
         num_parts = 1
         while num_parts < len(path) and _at(tree, path[:num_parts]) is not None:
             num_parts += 1
@@ -334,7 +334,7 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # OmegaConf 2.4 has another name for it, which differs in 2.3
-        OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)  # OmegaConf's own, which also records secrets
     well_formed: dict[str, Any] = {}
     for path, value in document.leaves(tree):
         try:

@@ -16,15 +16,15 @@ _ROLE_KEYED = (("roles",), ("launch", "devices"), ("cluster", "roles"))
 # --- names
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-#: Stems: a name with a part that ends with one is that of a secret, such as PGPASSWORD.
+#: Endings of parts of a secret's name, such as PGPASSWORD.
 _STEMS = ("password", "passwd", "passwort", "passphrase", "secret", "secrets", "credential", "credentials", "apikey")
 #: Whole parts at any position.
 _ANYWHERE = frozenset({"pwd", "jwt", "authorization", "passw"})
 #: Pairs of adjacent parts: `access_key_id`, `api_keys`, `auth_header`.
 _KEY_KINDS = frozenset({"api", "access", "private", "secret", "encryption", "signing", "auth", "ssh", "master"})
 _KEY_NOUNS = frozenset({"key", "keys", "token", "tokens", "header"})
-#: Last part of a secret's name → parts before it in names of machine learning and databases, such as `pad_token`, that
-#: are not secrets.
+#: Last part of a secret's name → parts that make it harmless if they stand before it, as in `pad_token`: names of
+#: machine learning and databases.
 _HARMLESS = {
     "key": frozenset(
         {"num", "primary", "foreign", "public", "sort", "partition", "group", "index", "join", "dict", "metric"}

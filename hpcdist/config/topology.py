@@ -161,8 +161,9 @@ class Topology:
 def port_for(job_id: str, attempt: int) -> int:
     """Return the TCP port of an attempt in 20480-32760, which every rank computes independently.
 
-    Consecutive attempts have different ports, as have the first 16 attempts of two jobs with consecutive numbers (1234
-    and 1235, run-1 and run-2). Two other jobs have the same port with a probability of 1 in 12281.
+    Consecutive attempts have different ports. The first 16 attempts of two jobs with consecutive numbers (1234 and
+    1235, run-1 and run-2) also have different ports. Two other jobs have the same port with a probability of 1 in
+    12281.
     """
     match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
     assert match is not None, "the pattern matches any text"

@@ -66,7 +66,7 @@ def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
 
 
 def stored_document(path: Path, section: str = "") -> tuple[dict[str, Any], ParamTexts]:
-    """Return what `stored_tree` returns, and the texts of the values of `params`."""
+    """Return the result of `stored_tree`, and the texts of the values of `params`."""
     try:
         text = document.read_text(path, max_bytes=_MAX_BYTES)
         if section and f"\n{section}:\n" in text:
@@ -172,7 +172,7 @@ def secrets_of(config: Config) -> dict[str, str]:
 def restore_secrets(
     tree: dict[str, Any], env: Mapping[str, str], *, without: set[str], require: bool, source: str
 ) -> SecretTexts:
-    """Replace the redacted values of a config by those of the environment. Returns `Config.secret_texts`.
+    """Replace the redacted values of a config by the values of environment variables. Returns `Config.secret_texts`.
 
     Args:
         without: dotted keys that overrides set anyway.
@@ -209,8 +209,8 @@ def restore_secrets(
 def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
     """Return the name of the environment variable that holds the value of a redacted key.
 
-    A key of `launch.env` or `cluster.env` is itself the name of a variable. If both contain it, `launch.env` has the
-    name, because its value is that of the ranks.
+    A key of `launch.env` or `cluster.env` is itself the name of a variable. If both contain it, the variable holds the
+    value of `launch.env`, because the ranks get this value.
     """
     if path[:2] == ("launch", "env"):
         return path[-1]

@@ -548,7 +548,10 @@ def require_same(folder: Path, env: Mapping[str, str]) -> None:
 
 @contextmanager
 def explain_replacement(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
-    """Replace an error of a missing or unreadable file by that of `require_same`, if the run folder was replaced."""
+    """Raise the error of `require_same` if the block fails because the run folder was replaced.
+
+    Without it, the user would see the error of a missing or unreadable file.
+    """
     try:
         yield
     except (OSError, RunFolderError):

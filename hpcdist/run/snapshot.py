@@ -200,7 +200,7 @@ MB = 2**20
 MAX_CODE_MB = 200
 #: Limit of the untracked files that are recorded by name.
 MAX_UNTRACKED = 50
-#: Limit of the links from a copy to what it leaves out.
+#: Limit of the links from a copy to files that it does not contain.
 MAX_LINKS = 1000
 
 

@@ -184,7 +184,7 @@ class RunStatus:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the supervisor recorded no end; the reason is then that of the job, if there is one."""
+        """Whether the supervisor has died without recording an end; `reason` is then Slurm's, if there is a job."""
         return self.name == "lost" or self.state.lost
 
 
@@ -253,7 +253,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
 
     def status(name: str, reason: str = state.reason, *, final: bool = False) -> RunStatus:
         if name == "queued" and reason:
-            reason = f"requeued ({reason})"  # the reason is that of the end before
+            reason = f"requeued ({reason})"  # the reason why the previous start ended
         return RunStatus(name=name, state=state, final=final, reason=reason, facts=facts, slurm_error=slurm_error)
 
     if state.status in ("finished", "cancelled") or state.rejected:
