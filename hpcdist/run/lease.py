@@ -204,7 +204,7 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
     unchanged: dict[str, Any] | None = None
     while True:
         with exclusive(run.path / LOCK):
-            other = read_json(run.lease)
+            other = _read(run)
             if other is None or _is_free(run, other, unchanged=unchanged, job_id=job_id):
                 write_json(run.lease, mine | {"renewed": time.time()})
                 break
@@ -253,7 +253,7 @@ def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
         time.sleep(POLL_S)
-        lease = read_json(run.lease)
+        lease = _read(run)
         if lease is None:
             return None
         if lease != other:

@@ -183,6 +183,12 @@ def test_reused_process_id_is_another_process(run: RunDir) -> None:
     assert holder(run) is None, "damaged"
 
 
+def test_lease_without_its_keys_is_taken_over(run: RunDir) -> None:
+    run.lease.write_text('{"owner": "1234"}')
+    with hold(run):
+        assert (read_json(run.lease) or {})["pid"] == os.getpid()
+
+
 @pytest.mark.parametrize(("age_s", "alive"), [(lease.STALE_S - 5, True), (lease.STALE_S + 5, False)])
 def test_holder_on_another_host_is_alive_while_it_renews(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, age_s: float, alive: bool
