@@ -17,9 +17,11 @@ def folders(root: Path = ROOT) -> Iterator[Path]:
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup" / controllers
-        own = top / path.lstrip("/")
-        # In a container the path is often the host's, and its folder does not exist.
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            # In a container the path is often the host's, and its folder does not exist.
+            if folder.is_relative_to(top) and folder.is_dir():
+                yield folder
 
 
 def memory_limit_bytes(folder: Path) -> int | None:
@@ -30,13 +32,13 @@ def memory_limit_bytes(folder: Path) -> int | None:
 
 def memory_kills(root: Path = ROOT) -> dict[Path, int]:
     """Return how many processes the kernel has killed because of the memory limit of each group of this process."""
-    found = {}
+    kills = {}
     for folder in folders(root):
         text = text_of(folder / "memory.events") or text_of(folder / "memory.oom_control")
         match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         if match is not None:
-            found[folder] = int(match[1])
-    return found
+            kills[folder] = int(match[1])
+    return kills
 
 
 def exceeded_limit_bytes(before: Mapping[Path, int]) -> int | None:

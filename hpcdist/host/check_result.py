@@ -11,6 +11,8 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "failure")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
+    """The result of one check: its severity, what was found, and how to fix a problem."""
+
     name: str
     level: Level  #: `warning` for a loss of time or a possible error; `failure` if a run would fail
     text: str  #: one sentence with the values found
@@ -18,8 +20,13 @@ class Check:
     node: str = ""  #: empty for this machine or all nodes
 
     def sentence(self) -> str:
-        where = f"{self.node}: " if self.node else ""
-        return f"{where}{self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+        """Return the result in one line: `n1: disk: 20 MB are free in /runs; remove old runs`."""
+        sentence = f"{self.name}: {self.text}"
+        if self.node:
+            sentence = f"{self.node}: {sentence}"
+        if self.fix:
+            sentence += f"; {self.fix}"
+        return sentence
 
 
 def _check(level: Level, name: str, text: str, fix: str = "", *, node: str = "") -> Check:

@@ -1,5 +1,6 @@
 """What torch.compile needs at run time: a compiler, headers, and a cache that no other user can write to."""
 
+import logging
 import os
 import shutil
 import sysconfig
@@ -8,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.gpu_info import log
 from hpcdist.host.ownership import make_private
 
+log = logging.getLogger(__name__)
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -23,9 +24,14 @@ def require_compiler(device: str, env: Mapping[str, str]) -> None:
     compiler, variable, names = "a C compiler (gcc)", "CC", ["gcc", "clang", "cc"]
     if device == "cpu":
         compiler, variable, names = "a C++ compiler (g++)", "CXX", ["g++"]
-    names = env.get(variable, "").split()[:1] or names
-    has_compiler = any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in names)
-    missing = [] if has_compiler else [compiler]
+    # The variable may also hold options: `gcc -m64`.
+    configured = env.get(variable, "").split()
+    if configured:
+        names = configured[:1]
+    search_path = env.get("PATH", os.defpath)
+    missing = []
+    if not any(shutil.which(name, path=search_path) for name in names):
+        missing.append(compiler)
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         missing.append("Python's headers (Python.h)")
     if missing:

@@ -48,6 +48,7 @@ def write_atomic(
     Args:
         durable: also wait until content and name are on disk (fsync).
         mode: permissions of the new file, reduced by the umask.
+        within_s: retry time, as in `retry.retry`.
     """
     raw = data.encode() if isinstance(data, str) else data
 
@@ -71,6 +72,7 @@ def write_atomic(
 
 
 def fsync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk: a new file survives a crash of the node only then."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -82,6 +84,8 @@ def short_path(path: str | Path) -> str:
     """Return a path relative to the current folder if it is below it, else the absolute path."""
     full = os.path.abspath(path)
     try:
-        return os.path.relpath(full) if Path(full).is_relative_to(os.getcwd()) else full
+        if Path(full).is_relative_to(os.getcwd()):
+            return os.path.relpath(full)
     except OSError:  # the current folder was deleted
-        return full
+        pass
+    return full

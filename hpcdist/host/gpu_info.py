@@ -49,17 +49,17 @@ def open_gpus() -> dict[int, Any]:
     except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
         log.debug("no facts about GPUs: the package nvidia-ml-py is not installed")
         return {}
-    found = {}
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         log.debug("NVML is not available: %s", error)
         return {}
+    handles = {}
     for index in range(count):
         with suppress(pynvml.NVMLError):  # the GPU is lost, or a cgroup denies access to it
-            found[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return found
+            handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return handles
 
 
 def gpus() -> list[Gpu]:
@@ -83,23 +83,29 @@ def _read_gpus() -> list[Gpu]:
 
     found = []
     for index, handle in open_gpus().items():
+        name = query("nvmlDeviceGetName", handle)
+        if name is None:  # the GPU is lost
+            continue
+        used_mb = total_mb = None
         memory = query("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)  # as in nvidia-smi
+        if memory:
+            used_mb = memory.used >> 20
+            total_mb = memory.total >> 20
         uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0  # drivers from 535 on
         rates = query("nvmlDeviceGetUtilizationRates", handle)
-        if (name := query("nvmlDeviceGetName", handle)) is not None:  # else the GPU is lost
-            found.append(
-                Gpu(
-                    index=index,
-                    name=name,
-                    used_mb=memory.used >> 20 if memory else None,
-                    total_mb=memory.total >> 20 if memory else None,
-                    uncorrected_errors=query("nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
-                    throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
-                    pids=tuple(one.pid for one in query("nvmlDeviceGetComputeRunningProcesses", handle) or ()),
-                    busy=rates is not None and rates.gpu > 0,
-                )
-            )
+        processes = query("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+        gpu = Gpu(
+            index=index,
+            name=name,
+            used_mb=used_mb,
+            total_mb=total_mb,
+            uncorrected_errors=query("nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
+            throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
+            pids=tuple(process.pid for process in processes),
+            busy=rates is not None and rates.gpu > 0,
+        )
+        found.append(gpu)
     return found
 
 
@@ -109,7 +115,9 @@ def driver_version() -> str:
     def from_nvml() -> str:
         import pynvml
 
-        return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
+        if not open_gpus():
+            return ""
+        return str(pynvml.nvmlSystemGetDriverVersion())
 
     return versions().get("driver") or done_within(DRIVER_S, start(from_nvml), "")
 
@@ -117,7 +125,9 @@ def driver_version() -> str:
 def selected_gpus(env: Mapping[str, str]) -> list[str] | None:
     """Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES lists; None if it is not set."""
     listed = env.get("CUDA_VISIBLE_DEVICES")
-    return None if listed is None else [item for item in listed.split(",") if item.strip() not in ("", "-1")]
+    if listed is None:
+        return None
+    return [item for item in listed.split(",") if item.strip() not in ("", "-1")]
 
 
 def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
@@ -125,8 +135,9 @@ def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
     selected = selected_gpus(env)
     if selected is None:
         return num_gpus
-    # A GPU may have several MIG slices.
-    return len(selected) if any(item.startswith("MIG-") for item in selected) else min(num_gpus, len(selected))
+    if any(item.startswith("MIG-") for item in selected):
+        return len(selected)  # a GPU may have several MIG slices
+    return min(num_gpus, len(selected))
 
 
 def visible_devices(env: Mapping[str, str]) -> str:
@@ -137,12 +148,15 @@ def visible_devices(env: Mapping[str, str]) -> str:
     if len(set(names)) > 1 or "MIG-" in env.get("CUDA_VISIBLE_DEVICES", ""):
         return ""
     number = visible_gpus(len(names), env)
-    return f"{number} × {names[0]}" if number else "CPU"
+    if not number:
+        return "CPU"
+    return f"{number} × {names[0]}"
 
 
 def gpu_device_files() -> int:
     """Return the number of GPUs with a device file, whether or not the driver works."""
-    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    names = [path.name for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sum(name.removeprefix("nvidia").isdigit() for name in names)
 
 
 #: Oldest driver by major version of CUDA (minor versions are compatible with each other).
@@ -151,10 +165,15 @@ OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 
 def driver_problem(cuda: str, driver: str) -> str:
-    """Return e.g. `driver 580.65 or newer for its CUDA 13.2, found 550.54`; empty if compatible or unknown."""
-    line = re.match(r"\d+", cuda)
-    found = re.match(r"(\d+)\.(\d+)", driver)
-    oldest = OLDEST_DRIVER.get(int(line[0])) if line else None
-    if oldest is None or found is None or (int(found[1]), int(found[2])) >= oldest:
+    """Return why a driver is too old for a version of CUDA; empty if it is compatible or unknown.
+
+    The text has the form `driver 580.65 or newer for its CUDA 13.2, found 550.54`.
+    """
+    cuda_major = re.match(r"\d+", cuda)
+    installed = re.match(r"(\d+)\.(\d+)", driver)
+    if cuda_major is None or installed is None:
+        return ""
+    oldest = OLDEST_DRIVER.get(int(cuda_major[0]))
+    if oldest is None or (int(installed[1]), int(installed[2])) >= oldest:
         return ""
     return f"driver {oldest[0]}.{oldest[1]} or newer for its CUDA {cuda}, found {driver}"

@@ -27,21 +27,26 @@ def container_runtime(root: Path = Path("/")) -> str:
     """
     # The fields are described in proc(5): root within the file system, mount point, …, -, type, source, options.
     mounts = [line.split() for line in text_of(root / "proc/self/mountinfo").splitlines()]
-    source = next((mount[mount.index("-") + 2] for mount in mounts if mount[3:5] == ["/", "/"]), "")
+    sources_of_root = [mount[mount.index("-") + 2] for mount in mounts if mount[3:5] == ["/", "/"]]
+    source = next(iter(sources_of_root), "")
     if source.startswith("/dev/") and not source.startswith("/dev/loop"):
         return ""
-    return next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
+    for mark, runtime in _MARKS.items():
+        if (root / mark).exists():
+            return runtime
+    return ""
 
 
 def image_facts(
     env: Mapping[str, str], build_id: Path = BUILD_ID, base: Path = BASE, root: Path = Path("/")
 ) -> dict[str, str]:
-    found = {"image": env.get(NAME, ""), "image_digest": env.get(DIGEST, "")}
+    """Return the known ones of `image`, `image_digest`, `image_build`, `image_base` and `container_runtime`."""
+    facts = {"image": env.get(NAME, ""), "image_digest": env.get(DIGEST, "")}
     for key, file in (("image_build", build_id), ("image_base", base)):
         if file.is_file():
-            found[key] = file.read_text().strip()
-    found["container_runtime"] = container_runtime(root)
-    return {key: value for key, value in found.items() if value}
+            facts[key] = file.read_text().strip()
+    facts["container_runtime"] = container_runtime(root)
+    return {key: value for key, value in facts.items() if value}
 
 
 def install_command(*extras: str) -> str:

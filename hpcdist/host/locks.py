@@ -7,6 +7,7 @@ not changed for longer than any work under such a lock takes.
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -19,8 +20,8 @@ from typing import IO
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host import retry
-from hpcdist.host.files import log
 
+log = logging.getLogger(__name__)
 NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 WAIT_S = 30.0
 #: A lock file that is unchanged for this time was left by a killed process. Shorter than each wait for a lock.
@@ -52,7 +53,9 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
     try:
         yield
     finally:
-        if retry.retry(lambda: _content(held), held) == mine:  # not of a process that took this one for dead
+        content = retry.retry(lambda: _content(held), held)
+        # A process that took this one for dead may have replaced the file.
+        if content == mine:
             retry.remove(held)
 
 
@@ -65,7 +68,8 @@ def open_lock(path: Path, mode: int = 0o666, *, shared: bool = False) -> IO[str]
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | os.O_NOFOLLOW, mode)
         about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or not (shared or about.st_uid in (os.geteuid(), 0)):
+        is_allowed_owner = shared or about.st_uid in (os.geteuid(), 0)
+        if not stat.S_ISREG(about.st_mode) or not is_allowed_owner:
             os.close(descriptor)
             raise PermissionError(errno.EPERM, "it is not a lock file of this user", name)
         return descriptor
@@ -93,13 +97,16 @@ def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "", shared: bool 
 
 def lock_now(file: IO[str]) -> bool:
     """Lock an open file until it is closed; return False if another process holds the lock."""
-    found = _try_flock(file)
-    if found is None:
+    is_locked = _try_flock(file)
+    if is_locked is None:
         log.warning("%s cannot be locked (no flock): do not start another process that writes there", file.name)
-    return found is not False
+        return True
+    return is_locked
 
 
 def _try_flock(file: IO[str]) -> bool | None:
+    """Return whether the file is locked now; None if its file system does not support flock."""
+
     def try_now() -> bool | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,6 +122,7 @@ def _try_flock(file: IO[str]) -> bool | None:
 
 
 def _make(held: Path, until: float, within_s: float) -> str:
+    """Create the lock file `held`, and return its content, which names this process."""
     mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
 
     def create() -> bool:
@@ -129,15 +137,17 @@ def _make(held: Path, until: float, within_s: float) -> str:
             os.close(descriptor)
         return True
 
-    seen, since = "", time.monotonic()
+    seen = ""
+    since = time.monotonic()
     while not retry.retry(create, held):
-        found = retry.retry(lambda: _content(held), held)
-        if found is None:
+        content = retry.retry(lambda: _content(held), held)
+        if content is None:  # released meanwhile
             continue
-        if found != seen:
-            seen, since = found, time.monotonic()
+        if content != seen:
+            seen = content
+            since = time.monotonic()
         if time.monotonic() - since >= LEFT_AFTER_S:
-            _remove_left(held, found)
+            _remove_left(held, content)
             continue
         _wait(held, until, within_s)
     return mine

@@ -1,9 +1,8 @@
-"""Logs: the form of log lines and of output, the size limit of a log file, and reading logs of any size in bounded
-memory.
-"""
+"""Log files and output: their size limit, reading logs of any size in bounded memory, the format of log lines."""
 
 import atexit
 import fcntl
+import io
 import logging
 import os
 import re
@@ -29,11 +28,12 @@ from hpcdist.host.files import open_regular
 #: Limit of a log.
 MAX_BYTES = 10**9
 CHECK_EVERY_S = 1.0
+_STDOUT = 1
 
 
 def limit_log(run: Path) -> bool:
     """Limit the size of standard output if it is a log in the run folder `run`, and return whether it is."""
-    if not is_log_of(run, 1):
+    if not is_log_of(run, _STDOUT):
         return False
     ending = threading.Event()
 
@@ -42,7 +42,7 @@ def limit_log(run: Path) -> bool:
         while not is_last:
             is_last = ending.wait(CHECK_EVERY_S)
             with suppress(OSError):  # the disk is full or not available: the next check tries again
-                shorten(1, MAX_BYTES)
+                shorten(_STDOUT, MAX_BYTES)
 
     thread = threading.Thread(target=keep_below, name="log limit", daemon=True)
     thread.start()
@@ -92,6 +92,8 @@ def shorten(descriptor: int, max_bytes: int) -> int:
 #: Bytes per read. A longer line is shown truncated.
 PIECE_BYTES = 1 << 16
 _TRUNCATED = b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES
+#: What is shown of such a line.
+_SHOWN_BYTES = 2000
 #: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
 TAIL_BYTES = 8 << 20
 MAX_LINE_CHARS = 4096
@@ -115,21 +117,29 @@ class LogTail:
         with open_regular(self._path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < self._position:  # shortened by `limit_log`
-                self._position, self._in_line = size, True
+                self._position = size
+                self._in_line = True
             if size - self._position > self._max_news_bytes:
-                self._position, before, self._in_line = size - PIECE_BYTES, self._position, True
-                yield f"[{self._position - before:,} bytes not shown, see {self._path}]\n"
+                begin = size - PIECE_BYTES
+                num_skipped = begin - self._position
+                self._position = begin
+                self._in_line = True
+                yield f"[{num_skipped:,} bytes not shown, see {self._path}]\n"
             while True:
                 file.seek(self._position)
                 data = file.read(PIECE_BYTES)
                 end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
                 is_long = not end and len(data) == PIECE_BYTES
-                if not (end or is_long):
+                if end:
+                    self._position += end
+                    text = data[:end]
+                    if self._in_line:  # its rest is left out
+                        text = b"".join(re.split(rb"(?<=[\n\r])", text, maxsplit=1)[1:])
+                elif is_long:
+                    self._position += len(data)
+                    text = b"" if self._in_line else data[:_SHOWN_BYTES] + _TRUNCATED
+                else:
                     return
-                self._position += end or len(data)
-                text = data[:end] if end else data[:2000] + _TRUNCATED
-                if self._in_line:
-                    text = b"".join(re.split(rb"(?<=[\n\r])", text, maxsplit=1)[1:]) if end else b""
                 self._in_line = is_long
                 if text:
                     yield text.decode(errors="replace")
@@ -142,24 +152,37 @@ def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
         begin = max(0, size - TAIL_BYTES)
         number = 0
         if begin <= COUNT_BYTES:
-            number, position = 1, 0
-            while position < begin and (data := file.read(min(_READ_BYTES, begin - position))):
-                number += data.count(b"\n")
-                position += len(data)
+            number = 1 + _count_lines(file, begin)
         file.seek(begin)
         lines: deque[tuple[int, str]] = deque(maxlen=max_lines)
-        data = b""
-        while more := file.read(_READ_BYTES):
-            *whole, data = (data + more).split(b"\n")
+        rest = b""
+        while data := file.read(_READ_BYTES):
+            *whole, rest = (rest + data).split(b"\n")
             for line in whole:
                 lines.extend(_parts(number, line))
-                number += number > 0
-            data = data[:MAX_LINE_CHARS] if len(data) > _READ_BYTES else data
-        lines.extend(_parts(number, data) if data else ())
+                if number > 0:
+                    number += 1
+            if len(rest) > _READ_BYTES:
+                rest = rest[:MAX_LINE_CHARS]
+        if rest:
+            lines.extend(_parts(number, rest))
     return list(lines)
 
 
+def _count_lines(file: io.BufferedReader, end: int) -> int:
+    """Return the number of line ends in the first `end` bytes of a file."""
+    number = position = 0
+    while position < end:
+        data = file.read(min(_READ_BYTES, end - position))
+        if not data:  # shortened meanwhile
+            break
+        number += data.count(b"\n")
+        position += len(data)
+    return number
+
+
 def _parts(number: int, line: bytes) -> Iterator[tuple[int, str]]:
+    """Yield what a line shows, which a progress bar overwrites by carriage returns, with its number."""
     for part in line.removesuffix(b"\r").split(b"\r"):
         yield number, part[: 4 * MAX_LINE_CHARS].decode(errors="replace")[:MAX_LINE_CHARS]
 
@@ -172,7 +195,8 @@ RANK_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) rank \d+ on \S+: ")
 
 def say(text: object, *, end: str = "\n", error: bool = False, raw: bool = False) -> None:
     """Print text without control characters, unless it is `raw`."""
-    print(str(text) if raw else terminal_text(str(text)), end=end, file=sys.stderr if error else None, flush=True)
+    shown = str(text) if raw else terminal_text(str(text))
+    print(shown, end=end, file=sys.stderr if error else None, flush=True)
 
 
 class _Clean(logging.Formatter):
@@ -186,7 +210,9 @@ def configure(*, rank: int | None = None) -> None:
     The lines of a rank name the rank and its host. All other loggers of a rank, and Python's warnings, are left to the
     script or trainer.
     """
-    origin = f" rank {rank} on {socket.gethostname()}:" if rank is not None else ""
+    origin = ""
+    if rank is not None:
+        origin = f" rank {rank} on {socket.gethostname()}:"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Clean(f"%(asctime)s %(levelname)s{origin} %(message)s", "%H:%M:%S"))
     ours, root = logging.getLogger("hpcdist"), logging.getLogger()

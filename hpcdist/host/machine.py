@@ -13,18 +13,22 @@ from typing import Any
 
 def cpu_name() -> str:
     """Return model and number of this machine's processors, such as `AMD EPYC 7B13, 8 logical CPUs`."""
-    model = re.search(r"^model name\s*: *(.+)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
-    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} logical CPUs"
+    match = re.search(r"^model name\s*: *(.+)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = match[1] if match else os.uname().machine
+    return f"{model}, {os.cpu_count()} logical CPUs"
 
 
 def num_cores() -> int:
+    """Return the number of cores that this process may use, which Slurm or a container may limit."""
     return len(os.sched_getaffinity(0))
 
 
 def look_up(name: str) -> dict[str, Any]:
-    """Return `address`, `forward_s`, `reverse` or `reverse_error`, `reverse_s`; or `error` and `forward_s`.
+    """Look up the address of a host name, and the name of that address. A broken resolver takes many seconds.
 
-    A broken resolver takes many seconds.
+    Returns:
+        `address`, `forward_s` (seconds of the lookup), `reverse` or `reverse_error`, and `reverse_s`. If the name has
+        no address, only `error` and `forward_s`.
     """
     began = time.monotonic()
     try:
@@ -54,6 +58,9 @@ STATUS = Path("/proc/self/status")
 
 
 def has_capability(number: int) -> bool:
-    lines = STATUS.read_text().splitlines()
-    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
-    return bool(int(effective, 16) >> number & 1)
+    """Return whether this process has an effective capability of Linux, given by its number, as CAP_SYS_RESOURCE."""
+    effective = 0
+    for line in STATUS.read_text().splitlines():
+        if line.startswith("CapEff:"):
+            effective = int(line.split()[1], 16)
+    return bool(effective >> number & 1)

@@ -28,18 +28,23 @@ def require_private(path: Path) -> None:
         raise UserMistake(f"{path} cannot be read: {error.strerror}") from error
     if about.st_uid not in (os.geteuid(), 0):
         raise UserMistake(f"{path} belongs to user {about.st_uid}: use a file of your own with mode 0600")
-    if mode := stat.S_IMODE(about.st_mode) & 0o077:
+    mode = stat.S_IMODE(about.st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        action = "read" if mode & (stat.S_IRGRP | stat.S_IROTH) else "change"
         raise UserMistake(
-            f"{path} has mode {stat.S_IMODE(about.st_mode):04o}, so that other users can"
-            f" {'read' if mode & 0o044 else 'change'} the credentials in it: `chmod 600 {shlex.quote(str(path))}`"
+            f"{path} has mode {mode:04o}, so that other users can {action} the credentials in it:"
+            f" `chmod 600 {shlex.quote(str(path))}`"
         )
 
 
 def write_private(path: Path, text: str) -> None:
+    """Replace a file atomically and durably by one of mode 0600."""
     write_atomic(path, text, durable=True, mode=0o600)
 
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+#: In a user namespace, users without an id there have this one (`nobody`).
+_OVERFLOW_ID = 65534
 #: Groups of this site whose members may change the folders above a user's runs: names, separated by commas.
 TRUSTED_GROUPS = "HPCDIST_TRUSTED_GROUPS"
 _FIX = (
@@ -90,9 +95,11 @@ def require_safe(path: Path) -> None:
     All folders and symbolic links by which the kernel finds it must belong to this user or root, and only they may
     write to the folders, except for those with the sticky bit. Members of TRUSTED_GROUPS count as this user.
     """
-    trusted_groups, is_open = os.environ.get(TRUSTED_GROUPS, "").split(","), False
-    is_inside = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]  # of a user namespace
-    known_ids = (os.geteuid(), 0, *[65534] * is_inside)  # there, users without an id have this one, perhaps also root
+    trusted_groups = os.environ.get(TRUSTED_GROUPS, "").split(",")
+    known_ids = {os.geteuid(), 0}
+    if _is_in_user_namespace():
+        known_ids.add(_OVERFLOW_ID)  # perhaps root has no id there, either
+    is_open = False  # whether anyone may write to the folder above
     for place, about in _way(path.absolute()):
         group, mode, name = _group(about.st_gid), about.st_mode, shlex.quote(str(place))
         is_trusted = bool(group) and group in trusted_groups
@@ -102,18 +109,27 @@ def require_safe(path: Path) -> None:
             owners = f"{user_of(about.st_uid)}, not to {user_of(os.geteuid())}"
             raise RunFolderError(f"{place} belongs to {owners}: {_FIX}{trust}")
         is_open = bool(mode & stat.S_IWOTH)
-        if stat.S_ISDIR(mode) and not mode & stat.S_ISVTX and (is_open if is_trusted else is_shared(about)):
+        is_writable = is_open if is_trusted else is_shared(about)
+        if stat.S_ISDIR(mode) and not mode & stat.S_ISVTX and is_writable:
             raise RunFolderError(
                 f"others may write to {place} (mode {stat.S_IMODE(mode):04o}) and replace what your runs execute:"
                 f" `chmod go-w {name}`, or `chmod +t {name}` to keep it shared{trust}"
             )
 
 
+def _is_in_user_namespace() -> bool:
+    """Return whether this process runs in a user namespace: outside, the map of users is that of all ids to itself."""
+    return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
+
+
 def is_shared(about: os.stat_result) -> bool:
     """Return whether other users may write to a folder. A group with the name of this user has no other members."""
     group = _group(about.st_gid)
-    is_own = group == user_of(os.geteuid()) if group else about.st_gid == os.geteuid()  # no name in a container
-    return bool(about.st_mode & (stat.S_IWOTH if is_own else _WRITABLE))
+    is_private_group = group == user_of(os.geteuid())
+    if not group:  # as in a container
+        is_private_group = about.st_gid == os.geteuid()
+    writable = stat.S_IWOTH if is_private_group else _WRITABLE
+    return bool(about.st_mode & writable)
 
 
 def make_private(folder: Path) -> None:
@@ -128,7 +144,10 @@ def make_private(folder: Path) -> None:
 
 
 def _way(path: Path, num_links: int = 40) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the folders and symbolic links by which the kernel finds a path, as far as they exist."""
+    """Yield the folders and symbolic links by which the kernel finds a path, as far as they exist.
+
+    Like the kernel, it follows at most 40 links in a chain.
+    """
     for place in [*reversed(path.parents), path]:
         try:
             about = place.lstat()
@@ -140,6 +159,7 @@ def _way(path: Path, num_links: int = 40) -> Iterator[tuple[Path, os.stat_result
 
 
 def _group(gid: int) -> str:
+    """Return the name of a group; empty if its id has no name."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -147,14 +167,16 @@ def _group(gid: int) -> str:
 
 
 def _owner(folder: Path) -> str:
-    try:  # also of a link of this user to a folder of another one
-        return user_of(max(os.lstat(folder).st_uid, os.stat(folder).st_uid, key=lambda uid: uid != os.geteuid()))
+    """Return the other user who owns a folder or the link to it; this user if it owns both."""
+    try:
+        uids = (os.lstat(folder).st_uid, os.stat(folder).st_uid)
     except OSError:
         return "an unknown user"
+    return user_of(next((uid for uid in uids if uid != os.geteuid()), uids[0]))
 
 
 def user_of(uid: int) -> str:
-    """Return the name of a user, or such as `user 1234` if the id has no name, as in some containers."""
+    """Return the name of a user, or `user 1234` if the id has no name, as in some containers."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

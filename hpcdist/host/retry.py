@@ -33,9 +33,13 @@ FULL_S = 10.0
 COMMAND_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 5.0
+#: Time after which a pause notices `give_up`: a signal handler cannot set an event safely.
+_SLICE_S = 0.2
 
 
 class _Mode:
+    """The settings of this process, which `patient` and `give_up` change."""
+
     within_s = COMMAND_S
     unattended = False
     has_given_up = False
@@ -65,34 +69,47 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
         path: file name for log messages, and for errors without one.
         within_s: retry time from the first failure; None means the time that `patient` has set.
     """
-    pause_s, began = _FIRST_PAUSE_S, None
+    pause_s = _FIRST_PAUSE_S
+    began = None
     while True:
         try:
             result = operation()
         except OSError as error:
             now = time.monotonic()
-            began = now if began is None else began
+            if began is None:
+                began = now
             if error.errno is not None and error.filename is None:
                 error.filename = str(path)
-            bound_s = _Mode.within_s if within_s is None else within_s
-            if error.errno in FULL and _Mode.unattended:
-                bound_s = min(bound_s, FULL_S)
-            elif error.errno not in TRANSIENT and not (error.errno in DENIED and _Mode.unattended):
-                bound_s = 0.0
-            left_s = began + bound_s - now
+            limit_s = _Mode.within_s if within_s is None else within_s
+            left_s = began + _retry_time_s(error, limit_s) - now
             if left_s <= 0 or _Mode.has_given_up:
                 raise
             if began == now:
                 log.warning("%s: %s; retrying for up to %.0f s", error.filename, error.strerror, left_s)
-            end = now + min(pause_s, left_s)
-            # In slices that notice `give_up`: a signal handler cannot set an event safely.
-            while not _Mode.has_given_up and (rest_s := end - time.monotonic()) > 0:
-                time.sleep(min(rest_s, 0.2))
+            _pause_until(now + min(pause_s, left_s))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         else:
             if began is not None:
                 log.warning("%s is available again after %.1f s", path, time.monotonic() - began)
             return result
+
+
+def _retry_time_s(error: OSError, limit_s: float) -> float:
+    """Return how long an operation is retried that fails with this error: 0 if a retry is useless."""
+    if error.errno in TRANSIENT or (_Mode.unattended and error.errno in DENIED):
+        return limit_s
+    if _Mode.unattended and error.errno in FULL:
+        return min(limit_s, FULL_S)
+    return 0.0
+
+
+def _pause_until(end: float) -> None:
+    """Sleep until a time of `time.monotonic`, or until `give_up` is called."""
+    while not _Mode.has_given_up:
+        rest_s = end - time.monotonic()
+        if rest_s <= 0:
+            return
+        time.sleep(min(rest_s, _SLICE_S))
 
 
 def is_away(error: OSError) -> bool:
@@ -101,6 +118,7 @@ def is_away(error: OSError) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
+    """Rename a file or folder, with retries; it replaces an existing file."""
     _retry_change(lambda: os.rename(source, target), target, FileNotFoundError, target.exists)
 
 
@@ -110,7 +128,12 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def _retry_change(change: Callable[[], None], path: Path, again: type[OSError], is_made: Callable[[], bool]) -> None:
-    """Retry a change that a server may have made although it answered with an error; a repetition then fails."""
+    """Retry a change that a server may have made although it answered with an error; a repetition then fails.
+
+    Args:
+        again: the error of the repetition.
+        is_made: whether the change is done, in which case that error is ignored.
+    """
     failed = False
 
     def try_now() -> None:
@@ -133,6 +156,7 @@ def exists(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
+    """Remove a file, with retries, unless it is already missing."""
     retry(lambda: path.unlink(missing_ok=True), path)
 
 

@@ -30,24 +30,29 @@ def mount_of(path: Path) -> tuple[str, str]:
     except OSError:
         return "", ""
     path = path.resolve()
-    found, depth = ("", ""), -1
+    kind = source = ""
+    depth = -1
     for mount in mounts:
         point = Path(mount.mountpoint)
         # The last mount on a folder hides earlier ones.
         if path.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = (mount.fstype, mount.device), len(point.parts)
-    return found
+            kind, source = mount.fstype, mount.device
+            depth = len(point.parts)
+    return kind, source
 
 
 def existing(path: Path) -> Path:
+    """Return a path, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def space(path: Path) -> dict[str, int]:
     """Return `free` and `total` bytes for this user, and `free_files` if the file system counts inodes."""
     status = os.statvfs(existing(path))
-    found = {"free": status.f_bavail * status.f_frsize, "total": status.f_blocks * status.f_frsize}
-    return found | ({"free_files": status.f_favail} if status.f_files else {})
+    counts = {"free": status.f_bavail * status.f_frsize, "total": status.f_blocks * status.f_frsize}
+    if status.f_files:
+        counts["free_files"] = status.f_favail
+    return counts
 
 
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:

@@ -41,11 +41,14 @@ def run_within(
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdin=given, stdout=output, stderr=errors, start_new_session=True
         )
-        until, is_late, is_cut = time.monotonic() + limit_s, False, False
+        until = time.monotonic() + limit_s
+        is_late = is_cut = False
         try:
             while not (is_late or is_cut):
-                left_s = until - time.monotonic()
-                if _ends_within(process, left_s if is_enough is None else min(left_s, POLL_S)):
+                wait_s = until - time.monotonic()
+                if is_enough is not None:
+                    wait_s = min(wait_s, POLL_S)
+                if _ends_within(process, wait_s):
                     break
                 is_late = time.monotonic() >= until
                 is_cut = is_enough is not None and is_enough(_text(output))
@@ -56,9 +59,11 @@ def run_within(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        late = f"\nno answer within {limit_s:g} s\n" if is_late else ""
         code = -1 if is_late or is_cut else process.returncode
-        return subprocess.CompletedProcess(command, code, _text(output), _text(errors) + late)
+        error_text = _text(errors)
+        if is_late:
+            error_text += f"\nno answer within {limit_s:g} s\n"
+        return subprocess.CompletedProcess(command, code, _text(output), error_text)
 
 
 def _text(file: IO[bytes]) -> str:
@@ -82,8 +87,10 @@ def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 def last_line(text: str, limit_chars: int = 200) -> str:
     """Return the last non-empty line, cut to a length; empty if there is none."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:limit_chars] if lines else ""
+    for line in reversed(text.splitlines()):
+        if line.strip():
+            return line.strip()[:limit_chars]
+    return ""
 
 
 # Calls that may block for ever, such as access to a dead file server, run in daemon threads.
@@ -107,6 +114,7 @@ def start(work: Callable[[], T]) -> Future[T]:
 
 
 def done_within(limit_s: float, future: Future[T], otherwise: T) -> T:
+    """Return the result of a call, or `otherwise` if it is not done within the limit. Raises the error of the call."""
     try:
         return future.result(limit_s)
     except TimeoutError:

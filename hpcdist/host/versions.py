@@ -14,14 +14,14 @@ def source_digest(folder: str) -> str:
     import hashlib
     import os
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".sh")):
                 with open(os.path.join(path, name), "rb") as file:
-                    found.update(os.path.relpath(file.name, folder).encode() + b"\0" + file.read())
-    return found.hexdigest()[:12]
+                    digest.update(os.path.relpath(file.name, folder).encode() + b"\0" + file.read())
+    return digest.hexdigest()[:12]
 
 
 def versions() -> dict[str, str]:
@@ -48,13 +48,14 @@ def versions() -> dict[str, str]:
     ):
         if (package or key == "driver") and os.path.exists(path):
             with open(path) as file:
-                found = re.search(pattern, file.read())
-            if found:
-                facts[key] = found[1]
-    for name in sorted(os.listdir(os.path.dirname(package))) if package else ():
-        found = re.match(r"nvidia_nccl_cu\d+-([0-9.]+)\.dist-info", name)
-        if found:
-            facts["nccl"] = found[1]
+                match = re.search(pattern, file.read())
+            if match:
+                facts[key] = match[1]
+    site_packages = os.path.dirname(package)
+    for name in sorted(os.listdir(site_packages)) if package else ():
+        match = re.match(r"nvidia_nccl_cu\d+-([0-9.]+)\.dist-info", name)
+        if match:
+            facts["nccl"] = match[1]
     return facts
 
 
