@@ -57,16 +57,23 @@ def fingerprint(path: Path) -> str:
     """Return name, size and time of a file, or of all files in a folder; empty if there are none."""
 
     def read() -> str:
-        stats = [item.stat() for item in (path.rglob("*") if path.is_dir() else [path]) if item.is_file()]
-        size, time_ns = sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
-        return f"{path.name}:{len(stats)}:{size}:{time_ns}" if stats else ""
+        items = path.rglob("*") if path.is_dir() else [path]
+        stats = [item.stat() for item in items if item.is_file()]
+        if not stats:
+            return ""
+        size = sum(status.st_size for status in stats)
+        time_ns = max(status.st_mtime_ns for status in stats)
+        return f"{path.name}:{len(stats)}:{size}:{time_ns}"
 
     return retry.retry(read, path)
 
 
 def leaves_folder(source: Path, run: RunDir) -> str:
     """Return why a file or folder must not be uploaded: a link that leaves the run folder; empty if there is none."""
-    for path in [source, *source.rglob("*")] if source.is_dir() else [source]:
+    paths = [source]
+    if source.is_dir():
+        paths += source.rglob("*")
+    for path in paths:
         if not stays_inside(path, run.path):
             return f"{path} is a symbolic link that leaves the run folder"
     return ""
@@ -84,7 +91,9 @@ def documents(run: RunDir, *, patch: bool) -> Iterator[Artifact]:
         yield Artifact(run.patch, PATCH, fingerprint(run.patch))
     newest_first = run.attempts()[::-1]
     for name in ("preflight.json", "preflight.txt", "network.json"):
-        for newest in [it for attempt in newest_first if (it := attempt.path / name).exists()][:1]:
+        paths = [attempt.path / name for attempt in newest_first]
+        newest = next((path for path in paths if path.exists()), None)
+        if newest is not None:
             yield Artifact(newest, name, fingerprint(newest))
 
 
@@ -113,8 +122,9 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
         # Stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts.
         hang_reports = [path for path in (attempt.stacks_summary, attempt.silence) if path.exists()]
-        for pattern in [*["rank-*.flight.json"] * bool(hang_reports), "flight-rank-*"]:
-            hang_reports += sorted(attempt.path.glob(pattern))[:MAX_RANKS]
+        if hang_reports:
+            hang_reports += sorted(attempt.path.glob("rank-*.flight.json"))[:MAX_RANKS]
+        hang_reports += sorted(attempt.path.glob("flight-rank-*"))[:MAX_RANKS]
         for path in hang_reports:
             if path.is_file() and path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
@@ -124,8 +134,10 @@ def checkpoints(run: RunDir, monitored: CheckpointConfig) -> Iterator[Artifact]:
     """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
     complete = read_checkpoints(run)
     if complete:
-        yield Artifact(complete[-1].path, "checkpoints/final", fingerprint(complete[-1].path))
-    if (best := best_checkpoint(complete, monitored)) is not None:
+        newest = complete[-1].path
+        yield Artifact(newest, "checkpoints/final", fingerprint(newest))
+    best = best_checkpoint(complete, monitored)
+    if best is not None:
         yield Artifact(best.path, "checkpoints/best", fingerprint(best.path))
 
 
@@ -162,8 +174,9 @@ def move_best(run: MlflowRun, name: str, version: str, monitored: CheckpointConf
                 return
             run.client.set_model_version_tag(name, version, METRIC_TAG, metric)
             run.client.set_model_version_tag(name, version, VALUE_TAG, repr(value))
+            sign = -1.0 if monitored.monitor_mode == "min" else 1.0
             for _ in range(_MAX_MOVES):
-                if not _move_once(run, name, metric, -1.0 if monitored.monitor_mode == "min" else 1.0):
+                if not _move_once(run, name, metric, sign):
                     return
             log.warning("the alias %s of %s is moved by other processes all the time", ALIAS, name)
     except TrackingError as error:
@@ -178,12 +191,13 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
     holder = str((run.client.get_registered_model(name).aliases or {}).get(ALIAS, ""))
     values = {}
     for version in all_pages(run.client.search_model_versions, f"name = '{name}'", max_results=_VERSIONS_PAGE):
-        number, tags, value = str(version.version), version.tags or {}, None
-        if tags.get(METRIC_TAG) == metric:
-            with suppress(KeyError, ValueError):
-                value = finite_number(float(tags[VALUE_TAG]))
-        if value is not None:
-            values[number] = sign * value
+        tags = version.tags or {}
+        if tags.get(METRIC_TAG) != metric:
+            continue
+        with suppress(KeyError, ValueError):
+            value = finite_number(float(tags[VALUE_TAG]))
+            if value is not None:
+                values[str(version.version)] = sign * value
     if not values:
         return False
     best = max(values, key=lambda number: (values[number], -int(number)))  # the oldest of equal ones
@@ -223,13 +237,14 @@ _MODELS_PAGE = 100
 
 def manifests(run: RunDir) -> dict[str, str]:
     """Return the complete checkpoint folders, each with a text that changes with its manifest."""
-    found = {}
+    digests = {}
     for _, folder in complete_checkpoints(run):
         path = folder / MANIFEST_FILE
+        digest = fingerprint(path)
         # The manifest of a linked folder outside of the run is not this run's.
-        if (digest := fingerprint(path)) and stays_inside(path, run.path):
-            found[folder.name] = digest
-    return found
+        if digest and stays_inside(path, run.path):
+            digests[folder.name] = digest
+    return digests
 
 
 #: Metric → step → the run's first point at the step.
@@ -263,10 +278,14 @@ class CheckpointModels:
         if found == self._done or not self._is_supported:
             return False
         # A damaged manifest has no time.
-        known = [one for one in read_checkpoints(self._run) if one.path.name in found and one.created is not None]
+        intact = [
+            checkpoint
+            for checkpoint in read_checkpoints(self._run)
+            if checkpoint.path.name in found and checkpoint.created is not None
+        ]
         try:
             with translated(self._mlflow_run.uri):
-                self._update(found, known, all_sent)
+                self._update(found, intact, all_sent)
         except TrackingError as error:
             self._models = None  # a request without a response may have been executed
             if not is_unsupported(error):
@@ -278,43 +297,50 @@ class CheckpointModels:
     def log_final_metrics(self, model_id: str, last_step: int) -> None:
         """Give the final model the metrics of the newest checkpoint, unless that is older than the last logged step."""
         newest = next(reversed(manifests(self._run)), "")
-        kept = next((one for one in read_checkpoints(self._run) if one.path.name == newest), None)
-        if kept is not None and kept.step >= last_step:
+        checkpoints = [checkpoint for checkpoint in read_checkpoints(self._run) if checkpoint.path.name == newest]
+        if checkpoints and checkpoints[0].step >= last_step:
             with translated(self._mlflow_run.uri):
                 model = self._mlflow_run.client.get_logged_model(model_id)
-                self._log_metrics(model, kept, {}, all_sent=True)
+                self._log_metrics(model, checkpoints[0], {}, all_sent=True)
 
-    def _update(self, found: Mapping[str, str], kept: Sequence[CheckpointFacts], all_sent: bool) -> None:
+    def _update(self, found: Mapping[str, str], intact: Sequence[CheckpointFacts], all_sent: bool) -> None:
         if self._models is None:
-            search = self._mlflow_run.client.search_logged_models
-            of_run = f"source_run_id = '{self._mlflow_run.run_id}'"
-            self._models = {
-                (model.tags.get(_STEP_TAG, ""), model.tags[_SHA_TAG]): model
-                for model in all_pages(search, [self._mlflow_run.experiment_id], of_run, max_results=_MODELS_PAGE)
-                if _SHA_TAG in model.tags
-            }
+            self._models = self._find_models()
         histories: _Histories = {}
         # Checkpoints of different steps may have the same content.
-        keys = {(str(one.step), one.sha256): one for one in kept}
-        for key, one in keys.items():
+        checkpoints = {(str(checkpoint.step), checkpoint.sha256): checkpoint for checkpoint in intact}
+        for key, checkpoint in checkpoints.items():
             # A model that is complete according to an earlier call, but not in MLflow, was deleted there by a user.
-            name = one.path.name
+            name = checkpoint.path.name
             if self._done.get(name) != found[name]:
                 if key not in self._models:
-                    self._models[key] = self._create(one)
-                if self._log_metrics(self._models[key], one, histories, all_sent=all_sent):
+                    self._models[key] = self._create(checkpoint)
+                if self._log_metrics(self._models[key], checkpoint, histories, all_sent=all_sent):
                     self._done[name] = found[name]
-        unread = found.keys() - {one.path.name for one in kept}  # perhaps for a moment only
-        steps = {str(step_of(Path(name))) for name in unread}
-        for key in [key for key in self._models if key not in keys and key[0] not in steps]:
+        unread = found.keys() - {checkpoint.path.name for checkpoint in intact}  # perhaps for a moment only
+        unread_steps = {str(step_of(Path(name))) for name in unread}
+        removed = [key for key in self._models if key not in checkpoints and key[0] not in unread_steps]
+        for key in removed:
             with tolerated("RESOURCE_DOES_NOT_EXIST"):
                 self._mlflow_run.client.delete_logged_model(self._models[key].model_id)
             del self._models[key]
         for name in self._done.keys() - found.keys():
             del self._done[name]
 
+    def _find_models(self) -> dict[tuple[str, str], entities.LoggedModel]:
+        """Return the models of checkpoints in MLflow by step and hash of their checkpoint, both as text."""
+        search = self._mlflow_run.client.search_logged_models
+        of_run = f"source_run_id = '{self._mlflow_run.run_id}'"
+        models = {}
+        for model in all_pages(search, [self._mlflow_run.experiment_id], of_run, max_results=_MODELS_PAGE):
+            if _SHA_TAG in model.tags:
+                models[model.tags.get(_STEP_TAG, ""), model.tags[_SHA_TAG]] = model
+        return models
+
     def _create(self, kept: CheckpointFacts) -> entities.LoggedModel:
-        step, path, name = str(kept.step), clean_text(str(kept.path)), clean_text(kept.path.parents[1].name)
+        step = str(kept.step)
+        path = clean_text(str(kept.path))
+        name = clean_text(kept.path.parents[1].name)
         note = _CHECKPOINT.format(step=step, path=path, shown_path=escaped(path, 1000), name=name)
         model = self._mlflow_run.client.create_logged_model(
             self._mlflow_run.experiment_id,
@@ -344,12 +370,16 @@ class CheckpointModels:
         metrics = []
         for key, value in missing.items():
             if key not in histories:  # one request for all checkpoints
-                histories[key] = {point.step: point for point in reversed(client.get_metric_history(run_id, key))}
-            own = histories[key].get(kept.step)
-            if own is not None or all_sent:
-                saved_ms = int(1000 * (kept.created or 0.0))
-                point = (own.value, own.timestamp) if own is not None else (value, saved_ms)
-                metrics.append(entities.Metric(key, *point, kept.step, model_id=model.model_id))
+                newest_first = reversed(client.get_metric_history(run_id, key))
+                histories[key] = {point.step: point for point in newest_first}
+            logged_point = histories[key].get(kept.step)
+            if logged_point is not None:
+                point_value, time_ms = logged_point.value, logged_point.timestamp
+            elif all_sent:
+                point_value, time_ms = value, int(1000 * (kept.created or 0.0))
+            else:
+                continue
+            metrics.append(entities.Metric(key, point_value, time_ms, kept.step, model_id=model.model_id))
         if metrics:
             client.log_batch(run_id, metrics=metrics, synchronous=True)
         if str(model.status) != "READY":
@@ -358,6 +388,7 @@ class CheckpointModels:
 
 
 MODEL_NAME = "model"
+_FINGERPRINT_TAG = "hpcdist.fingerprint"
 #: Description of a registered model that `register` creates.
 _REGISTERED = (
     "Final models of the finished runs of hpcdist. The alias `best` is the version with the best last value of the"
@@ -382,16 +413,20 @@ def log_model(
     """
     with translated(run.uri):
         same = f"name = '{name}' AND source_run_id = '{run.run_id}'"
-        known = run.client.search_logged_models([run.experiment_id], same)
-        found = next((one for one in known if one.tags.get("hpcdist.fingerprint") == fingerprint), None)
-        model = found or run.client.create_logged_model(
-            run.experiment_id,
-            name=name,
-            source_run_id=run.run_id,
-            tags={"hpcdist.fingerprint": fingerprint} | ({"mlflow.note.content": description} if description else {}),
-            params=dict(params or {}),
-            model_type=model_type,
-        )
+        models = run.client.search_logged_models([run.experiment_id], same)
+        model = next((model for model in models if model.tags.get(_FINGERPRINT_TAG) == fingerprint), None)
+        if model is None:
+            tags = {_FINGERPRINT_TAG: fingerprint}
+            if description:
+                tags[_NOTE_TAG] = description
+            model = run.client.create_logged_model(
+                run.experiment_id,
+                name=name,
+                source_run_id=run.run_id,
+                tags=tags,
+                params=dict(params or {}),
+                model_type=model_type,
+            )
         run.client.log_model_artifacts(model.model_id, str(folder))
         if (folder / "MLmodel").is_file():  # with the ids added, as `mlflow.pytorch.log_model` does
             ids = {"model_id": model.model_id, "model_uuid": model.model_id, "run_id": run.run_id}
@@ -413,11 +448,13 @@ def register(run: MlflowRun, model_id: str, name: str) -> str:
         model = run.client.get_logged_model(model_id)
         with tolerated("RESOURCE_ALREADY_EXISTS"):
             run.client.create_registered_model(name, description=_REGISTERED)
-        known = run.client.search_model_versions(f"name = '{name}' AND run_id = '{run.run_id}'")
+        versions = run.client.search_model_versions(f"name = '{name}' AND run_id = '{run.run_id}'")
         # A database would look up `models:/<id>` at MLflow's global tracking URI.
         source = model.artifact_location
-        found = next((version for version in known if version.source == source), None)
-        version = (found or run.client.create_model_version(name, source, run_id=run.run_id, model_id=model_id)).version
-        versions = json.dumps([{"name": name, "version": int(version)}])
-        run.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": versions})
-        return f"{name}/{version}"
+        version = next((version for version in versions if version.source == source), None)
+        if version is None:
+            version = run.client.create_model_version(name, source, run_id=run.run_id, model_id=model_id)
+        number = version.version
+        tag = json.dumps([{"name": name, "version": int(number)}])
+        run.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": tag})
+        return f"{name}/{number}"

@@ -17,7 +17,8 @@ class Batches:
 
     def __init__(self, run: RunDir, run_id: str = "") -> None:
         self._folder = run.journal
-        self._sent = sent = SentPoints.load(run.journal, run_id)
+        sent = SentPoints.load(run.journal, run_id)
+        self._sent = sent
         sent.newest_counts = is_of_script(run)
         self._nodes = NodeCharts(sent.node_intervals, sent.steps)
         self.tail = JournalTail(run.journal, sent, self._nodes)
@@ -28,10 +29,13 @@ class Batches:
     @property
     def last_step(self) -> int:
         """The last step of the training in MLflow; system metrics count seconds."""
-        by_attempt = [steps for key, steps in self._sent.steps.items() if not key.startswith("system/")]
-        return max((own[1] for steps in by_attempt for own in steps.values()), default=0)
+        last_steps: list[int] = []
+        for key, by_attempt in self._sent.steps.items():
+            if not key.startswith("system/"):
+                last_steps += [highest for _, highest in by_attempt.values()]
+        return max(last_steps, default=0)
 
-    def next(self, newest_attempt: int, *, over: bool) -> "list[Point] | None":
+    def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
         """Return the points of the next batch, which may be an empty list; None if there is nothing to send.
 
         The content of a batch is saved before it is returned: after a crash the next process returns the same points.
@@ -43,11 +47,9 @@ class Batches:
         if not repeated:
             sent.closing = self._nodes.complete(chunks, tail.times, tail.behind, over=over)
             sent.intent = {name: chunk.offset for name, chunk in chunks.items()}
-            sent.flushing = (
-                not chunks
-                and over
-                and (bool(sent.closing) or any(series.get("held") for series in sent.series.values()))
-            )
+            sent.flushing = False
+            if over and not chunks:
+                sent.flushing = bool(sent.closing) or any(series.get("held") for series in sent.series.values())
             if not sent.is_sending:
                 return None
             sent.save(self._folder)  # before `new_points` changes it: after a crash the same points result

@@ -27,6 +27,8 @@ RESULT_TAG = "hpcdist.command.result"
 INTERVAL_S = 10.0
 #: Author of the commands, for messages. MLflow does not record who has set a tag.
 AUTHOR = f"the tag {TAG} in MLflow"
+#: Limit of the digits of a number of steps: no run has so many.
+_MAX_DIGITS = 9
 
 
 @dataclass(kw_only=True)
@@ -45,6 +47,8 @@ class SentCommand(Sent):
 
 
 class CommandTag:
+    """Reads the commands that users set as a tag of a run's MLflow run, obeys them, and reports their results."""
+
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._command = SentCommand.load(run.journal)
@@ -61,7 +65,8 @@ class CommandTag:
         if not self._command.text or self._command.result:
             # A new command replaces the last one, whose result may still be missing.
             current = mlflow_run.current()
-            if text := _text(current):
+            text = _text(current)
+            if text:
                 # The status of the last pass: this is the first one after the resume of a run that had ended.
                 stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
                 self._note(SentCommand(text=text, key=secrets.token_hex(8), attempt=state.attempt, stale=stale))
@@ -70,24 +75,29 @@ class CommandTag:
                 mlflow_run.delete_tag(TAG)
             self._note(self._obey(self._command, allowed, state))
             log.info("%s=%s: %s", TAG, self._command.text, self._command.result)
-        if (command := self._command).number:
+        command = self._command
+        if command.number:
             attempt = self._run.attempt(command.attempt)
             is_over = state.status != "running" or state.attempt != attempt.number
             outcome = rank_requests.outcome_of(attempt, command.number, command.ranks, is_over=is_over)
             if outcome is not None:
                 self._note(replace(command, number=0, result="; ".join(outcome[0])))
-        if (command := self._command).text:
+        command = self._command
+        if command.text:
             if command.result != command.answered:
                 now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
                 mlflow_run.set_tags({RESULT_TAG: f"{now} {command.text}: {command.result}"})
+            # A command to the ranks stays until all of them have reported a result.
             self._note(replace(command, answered=command.result) if command.number else SentCommand())
 
     def _note(self, command: SentCommand) -> None:
+        """Remember a command, and save it for the next process if it has changed."""
         if command != self._command:
             command.save(self._run.journal)
         self._command = command
 
     def _obey(self, command: SentCommand, allowed: Sequence[str], state: State) -> SentCommand:
+        """Obey a command, or refuse it. Returns it with its result."""
         if state.status in ENDED:
             return replace(command, result=f"ignored, since the run has ended: it is {state.status}")
         if command.stale:
@@ -113,18 +123,19 @@ def _text(run: entities.Run) -> str:
 
 
 def parse(text: str) -> rank_requests.LiveCommand | None:
-    """Return the command to the ranks in the value of the tag; None for `stop`."""
+    """Return the command to the ranks in the value of the tag; None for `stop`. Raises UserMistake for others."""
     action, *words = text.split()
     options = dict(word.partition("=")[::2] for word in words)
-    if action in ("stop", "save") and not words:
-        return None if action == "stop" else rank_requests.LiveCommand(action="save", by=AUTHOR)
+    if action == "stop" and not words:
+        return None
+    if action == "save" and not words:
+        return rank_requests.LiveCommand(action="save", by=AUTHOR)
     if action != "profile" or options.keys() - {"steps", "ranks"}:
         raise UserMistake(
             f"{text[:40]!r} is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"
         )
     steps = options.get("steps", str(rank_requests.DEFAULT_PROFILE_STEPS))
-    if not (steps.isascii() and steps.isdigit() and len(steps) < 10):
+    if not (steps.isascii() and steps.isdigit() and len(steps) <= _MAX_DIGITS):
         raise UserMistake(f"steps={steps[:40]}: expected a number")
-    return rank_requests.profile_command(
-        int(steps), rank_requests.parse_ranks(options.get("ranks", "0"), "ranks"), by=AUTHOR
-    )
+    ranks = rank_requests.parse_ranks(options.get("ranks", "0"), "ranks")
+    return rank_requests.profile_command(int(steps), ranks, by=AUTHOR)

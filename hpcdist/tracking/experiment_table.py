@@ -44,6 +44,8 @@ _MAX_WRITES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
+    """The result of an ended run: its best value, of which metric and data, and its cost."""
+
     metric: str  #: empty without a result, as of a run that failed early: only its cost counts
     mode: str  #: `max` or `min`
     value: float = 0.0
@@ -66,7 +68,8 @@ class Result:
     @property
     def kind(self) -> tuple[str, ...]:
         """Results of the same kind are comparable."""
-        return self.metric, self.data, f"{'lowest' if self.mode == 'min' else 'highest'} is best"
+        rule = "lowest is best" if self.mode == "min" else "highest is best"
+        return self.metric, self.data, rule
 
     @property
     def sort_value(self) -> float:
@@ -75,6 +78,7 @@ class Result:
 
     @property
     def price(self) -> tuple[str, float, str] | None:
+        """The price as `price_of` returns it; None without a price per hour."""
         return price_of(self.price_per_hour, self.allocated_s)
 
 
@@ -93,7 +97,9 @@ class Row:
     def short_name(self) -> str:
         """The name without a generated part: `lr=0.1` of `lr=0.1 (ddp-20261122-121700-1a2b)`."""
         short, _, rest = self.best.name.removesuffix(")").rpartition(" (")
-        return short if short and is_generated(rest) else self.best.name
+        if short and is_generated(rest):
+            return short
+        return self.best.name
 
     @property
     def run_id(self) -> str:
@@ -113,15 +119,16 @@ class Row:
         text = with_error(value, share_error(value, self.best.num_samples), f"{value:.6g}")
         if len(self.results) > 1:
             text = mean_text(self.measured.values)
-        step = _span([one.step for one in self.results])
+        step = _span([result.step for result in self.results])
         seeds = str(len(self.results)) if self.best.setting else ""
-        ranks = _span([one.ranks for one in self.results])
-        started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
+        ranks = _span([result.ranks for result in self.results])
+        started = clock(min(result.started for result in self.results)).removesuffix(" UTC")
         return text, step, seeds, ranks, self.state, cost_of(self.results), started
 
     @property
     def state(self) -> str:
-        return ", ".join(sorted({one.status for one in self.results if one.status}))
+        """The statuses with which the runs ended."""
+        return ", ".join(sorted({result.status for result in self.results if result.status}))
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -130,7 +137,9 @@ def _span(numbers: Sequence[int]) -> str:
     if not known:
         return ""
     lowest, highest = min(known), max(known)
-    return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
+    if lowest == highest:
+        return f"{lowest:,}"
+    return f"{lowest:,} to {highest:,}"
 
 
 Measure = Callable[[Row], Measured]
@@ -141,18 +150,23 @@ def _measure(run: RunDir, row: Row) -> Measured:
     if row.best.setting:
         return row.measured
     other = _run_beside(run, row.best)
-    facts = readable(lambda: read_facts(other)) if other is not None else None
+    if other is None:
+        return row.measured
+    facts = readable(lambda: read_facts(other))
     if facts is None or facts.best is None:
         return row.measured
-    is_same = (facts.monitor, facts.best_value) == (row.best.metric, row.best.value)
-    return facts.measured() if is_same else row.measured
+    if (facts.monitor, facts.best_value) != (row.best.metric, row.best.value):
+        return row.measured
+    return facts.measured()
 
 
 def _run_beside(run: RunDir, result: Result) -> RunDir | None:
     """Return the run of a result if its folder is beside that of `run`."""
-    found = RunDir(run.path.parent / Path(result.folder).name)
-    ids = readable(lambda: read_json(found.mlflow)) or {}
-    return found if result.run_id and ids.get("run_id") == result.run_id else None
+    other = RunDir(run.path.parent / Path(result.folder).name)
+    ids = readable(lambda: read_json(other.mlflow)) or {}
+    if not result.run_id or ids.get("run_id") != result.run_id:
+        return None
+    return other
 
 
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
@@ -165,20 +179,23 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     """
     with as_tracking_error():
         result = _result_of(run, state)
-    left_out = {"started"} if result.metric else {"started", "value"}
-    own = {key: value for key, value in asdict(result).items() if value != "" and key not in left_out}
-    opened.set_tags({RESULT_TAG: json.dumps(own)})
+    left_out = {"started"}
+    if not result.metric:
+        left_out.add("value")
+    content = {key: value for key, value in asdict(result).items() if value != "" and key not in left_out}
+    opened.set_tags({RESULT_TAG: json.dumps(content)})
     measure = cache(partial(_measure, run))
     for _ in range(_MAX_WRITES):
         with translated(opened.uri):
             with_result = f"tags.`{RESULT_TAG}` LIKE '%'"
             pages = all_pages(opened.client.search_runs, [opened.experiment_id], with_result, max_results=_PAGE)
-            found = [one for one in map(_read, islice(pages, MAX_RUNS)) if one is not None]
-            rows = make_rows(found)
+            readings = [_read(mlflow_run) for mlflow_run in islice(pages, MAX_RUNS)]
+            results = [other for other in readings if other is not None]
+            rows = make_rows(results)
             if not rows:
                 return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
-            text = describe_experiment(run.experiment, rows, found, opened.experiment_id, measure)
+            text = describe_experiment(run.experiment, rows, results, opened.experiment_id, measure)
             new = below_text_of_user(note, text)
             if new == note:
                 return
@@ -187,21 +204,29 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
 
 def _result_of(run: RunDir, state: State) -> Result:
     """Return the result of an ended run from its folder."""
-    facts, ledger = read_facts(run, state), read_ledger(run)
+    facts = read_facts(run, state)
+    ledger = read_ledger(run)
     data = evaluated_on(facts.monitor, facts.datasets)
-    return Result(
-        metric=facts.monitor if facts.best is not None else "",
+    without_value = Result(
+        metric="",
         mode=facts.monitor_mode,
-        value=0.0 if facts.best is None else facts.best_value,
-        step=0 if facts.best is None else facts.best.step,
         ranks=state.world_size,
         status=state.status,
         data="" if data is None else dataset_text(data),
-        num_samples=None if facts.best is None else facts.num_evaluated,
+        num_samples=None,
         ended=state.ended or 0.0,
         allocated_s=ledger.allocated_s,
         unit=ledger.unit,
         price_per_hour=ledger.price_per_hour,
+    )
+    if facts.best is None:
+        return without_value
+    return replace(
+        without_value,
+        metric=facts.monitor,
+        value=facts.best_value,
+        step=facts.best.step,
+        num_samples=facts.num_evaluated,
     )
 
 
@@ -223,12 +248,14 @@ def _read(run: entities.Run) -> Result | None:
         content = parse_json(tags[RESULT_TAG])
         if not isinstance(content, dict):
             raise RunFolderError(f"{RESULT_TAG} is damaged: it holds no keys and values")
-        found = fill(Result, {"data": "", "metric": "", **content, **known}, Path(RESULT_TAG))
-        _check(found)
+        result = fill(Result, {"data": "", "metric": "", **content, **known}, Path(RESULT_TAG))
+        _check(result)
     except (ValueError, RecursionError, RunFolderError) as error:
         _note_left_out(info.run_id, one_line(str(error), 200))
         return None
-    return found if abs(found.value) <= LARGEST_VALUE else replace(found, metric="")
+    if abs(result.value) > LARGEST_VALUE:
+        return replace(result, metric="")
+    return result
 
 
 def _check(result: Result) -> None:
@@ -254,13 +281,14 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     The order depends on the results alone, so that all processes write the same description.
     """
     groups: dict[tuple[str, ...], list[Result]] = {}
-    for one in (one for one in results if one.metric):
-        same = (one.setting, one.parent) if one.setting else (one.run_id,)
-        groups.setdefault((*same, *one.kind), []).append(one)
+    for result in results:
+        if result.metric:
+            row = (result.setting, result.parent) if result.setting else (result.run_id,)
+            groups.setdefault((*row, *result.kind), []).append(result)
     rows = []
     for group in groups.values():
-        group.sort(key=lambda one: (one.sort_value, one.ended, one.run_id))
-        measured = Measured(values=tuple(one.value for one in group), mode=group[0].mode)
+        group.sort(key=lambda result: (result.sort_value, result.ended, result.run_id))
+        measured = Measured(values=tuple(result.value for result in group), mode=group[0].mode)
         rows.append(Row(results=tuple(group), measured=measured))
     counts = Counter(row.best.kind for row in rows)
     return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
@@ -278,9 +306,10 @@ def placed(rows: Sequence[Row]) -> list[tuple[int, Row]]:
 
 def beside_next(rows: Sequence[Row], measure: Measure) -> str:
     """Return `within noise of the next one (B)`: the best of comparable rows against the next one; empty without it."""
-    if len(rows) < 2:
+    if len(rows) <= 1:
         return ""
-    return judge(measure(rows[1]), measure(rows[0])).beside(f"the next one ({rows[1].short_name})")
+    best, second = rows[:2]
+    return judge(measure(second), measure(best)).beside(f"the next one ({second.short_name})")
 
 
 def describe_experiment(
@@ -290,27 +319,29 @@ def describe_experiment(
     groups = _groups(rows)
     verdicts = [beside_next(group, measure) for group in groups]
     parts = [_headline(rows, experiment_id, verdicts[0])]
-    left = _MAX_ROWS
+    num_left = _MAX_ROWS
     for group, verdict in zip(groups, verdicts, strict=True):
-        shown = placed(group)[:left]
-        left -= len(shown)
+        shown = placed(group)[:num_left]
+        num_left -= len(shown)
         if not shown:
             break
         kind = [part for part in group[0].best.kind if part]
         if verdict:
             kind.append(f"the best: {verdict}")
-        lines = [
-            (str(number), link(row.best.name, run_page(experiment_id, row.run_id)), *row.cells) for number, row in shown
-        ]
+        lines = []
+        for place, row in shown:
+            name = link(row.best.name, run_page(experiment_id, row.run_id))
+            lines.append((str(place), name, *row.cells))
         parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)]
     sentences = [_total(results), _RULE, LEGEND]
     if any(verdicts):
         sentences.append(VERDICT_LEGEND)
     parts.append(escaped("".join(f"{sentence}. " for sentence in sentences), 1000))
-    others = len(rows) - _MAX_ROWS
-    counted = f"{plural(others, 'more result')}: " if others > 0 else ""
     command = f"hpcdist runs --experiment {shlex.quote(experiment)} --sort best"
-    text = f"{counted}`{command}` lists all runs, `hpcdist compare A B` compares any two; each run has a report.html."
+    text = f"`{command}` lists all runs, `hpcdist compare A B` compares any two; each run has a report.html."
+    num_others = len(rows) - _MAX_ROWS
+    if num_others > 0:
+        text = f"{plural(num_others, 'more result')}: {text}"
     parts.append(with_code(text, 1000))
     return "\n\n".join(parts)
 
@@ -318,8 +349,8 @@ def describe_experiment(
 def _headline(rows: Sequence[Row], experiment_id: str, verdict: str) -> str:
     """Return the best result, its verdict and the number of results. MLflow shows this line alone until a click."""
     best = rows[0]
-    words = f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, "
-    words += f"{link(best.short_name, run_page(experiment_id, best.run_id))}**"
+    page = link(best.short_name, run_page(experiment_id, best.run_id))
+    words = f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {page}**"
     if best.state not in ("", "finished"):
         words += f" ({escaped(best.state)})"
     if verdict:
@@ -327,16 +358,16 @@ def _headline(rows: Sequence[Row], experiment_id: str, verdict: str) -> str:
     return f"{words} · {plural(len(rows), 'result')}"
 
 
-def _total(found: Sequence[Result]) -> str:
+def _total(results: Sequence[Result]) -> str:
     """Return the number of ended runs and their cost."""
-    words = plural(len(found), "ended run")
-    without = sum(not one.metric for one in found)
-    if without:
-        words += f", {without} of them without a result"
-    cost = cost_of(found)
+    words = plural(len(results), "ended run")
+    num_without = sum(not result.metric for result in results)
+    if num_without:
+        words += f", {num_without} of them without a result"
+    cost = cost_of(results)
     if cost:
         words += f", together: {cost}"
-    priced = sum(one.price is not None for one in found)
-    if cost and 0 < priced < len(found):
-        words += f" (price of {priced})"
+    num_priced = sum(result.price is not None for result in results)
+    if cost and 0 < num_priced < len(results):
+        words += f" (price of {num_priced})"
     return words

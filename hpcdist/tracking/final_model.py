@@ -1,4 +1,4 @@
-"""The final model of a run in MLflow's format, made by the shipper of the program that rank 0 has exported."""
+"""The final model of a run in MLflow's format, which the shipper writes from the program that rank 0 has exported."""
 
 import shutil
 import tempfile
@@ -13,18 +13,19 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.artifacts import leaves_folder
 from hpcdist.tracking.mlflow_client import translated
 
-#: Begin of the name of a folder that is not complete.
+#: Beginning of the name of a folder that is not complete.
 _UNFINISHED = ".model-"
 
 
 def complete_model(run: RunDir, uri: str) -> None:
-    """Make `model/` of `exported/`, if there is one. `model/` appears when it is complete; then `exported/` is removed.
+    """Write the final model to `model/` from `exported/`, and remove that; do nothing if there is no `exported/`.
 
-    Raises TrackingError if it cannot be made, and may then be called again.
+    `model/` appears when it is complete. Raises TrackingError if it cannot be written, and may then be called again.
     """
     if not run.exported.is_dir():
         return
-    if reason := leaves_folder(run.exported, run):
+    reason = leaves_folder(run.exported, run)
+    if reason:
         raise TrackingError(f"{reason}: the model is not uploaded")
     try:
         for leftover in run.path.glob(f"{_UNFINISHED}*"):  # of a shipper that was killed

@@ -3,7 +3,7 @@
 import time
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import read_json
@@ -17,9 +17,6 @@ from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of, sweep_of, text_
 from hpcdist.tracking.journal import MAX_TAG
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, translated
-
-if TYPE_CHECKING:
-    pass
 from hpcdist.tracking.run_page import MAX_DESCRIPTION, as_tracking_error, best_metric, set_note
 from hpcdist.tracking.run_tags import MAX_RUN_NAME, MLFLOW_STATUS, fixed_tags, read_config
 
@@ -29,6 +26,11 @@ _SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.so
 
 
 class ParentRun:
+    """The MLflow run of a sweep, seen from one of its cells.
+
+    Its methods raise TrackingError, and may then be called again.
+    """
+
     def __init__(self, cell: RunDir, sweep: SweepDir, uri: str) -> None:
         self._cell = cell
         self._sweep = sweep
@@ -62,7 +64,8 @@ class ParentRun:
             # The lock lets one process create the run. Without locks two may create one: all cells use the one that
             # mlflow.json names, at the latest in their next pass.
             with as_tracking_error(), long_lock(self._sweep.path / ".mlflow.lock"):
-                opened, facts = MlflowRun(self._sweep, self._uri), self._sweep.read()
+                opened = MlflowRun(self._sweep, self._uri)
+                facts = self._sweep.read()
                 # A dict keeps the order of the values.
                 axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
                 for cell in facts["cells"]:
@@ -86,29 +89,39 @@ class ParentRun:
                 facts = read_sweep_facts(self._sweep, state)
                 setup = sweep_setup(facts, self._sweep)
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason}
-                ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell)))]
-                if spent := cost_of(ledgers):
+                readings = [readable(partial(read_ledger, cell)) for cell in self._sweep.cells()]
+                ledgers = [ledger for ledger in readings if ledger]
+                spent = cost_of(ledgers)
+                if spent:
                     tags["hpcdist.cost"] = spent
             report = ""
             if state.status in ENDED:
                 report = run_page(opened.experiment_id, opened.run_id, "report.html")
                 self._upload_report(opened, facts)
-            cost = f"{tags.get('hpcdist.cost', '')}; `hpcdist cost {self._sweep.name}` lists it by run".strip("; ")
+            cost = f"`hpcdist cost {self._sweep.name}` lists it by run"
+            if spent:
+                cost = f"{spent}; {cost}"
             options = {"cost": cost, "report": report}
             set_note(opened, describe_sweep(facts, together(ledgers), setup, **options, max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
-                beside = f", {facts.beside_next}" if facts.beside_next else ""
-                tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}{beside}"
-                mean, num_values = fmean(facts.best.values), sum(cell.metric is not None for cell in facts.cells)
+                best = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}"
+                if facts.beside_next:
+                    best += f", {facts.beside_next}"
+                tags["hpcdist.best"] = best
+                mean = fmean(facts.best.values)
+                num_values = sum(cell.metric is not None for cell in facts.cells)
                 opened.log_points([Point(best_metric(facts.monitor), mean, int(time.time() * 1000), num_values)])
             opened.set_tags(tags)
-            status = MLFLOW_STATUS.get(state.status, "RUNNING")
-            opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
+            ended_ms = None
+            if state.status in ENDED:
+                ended_ms = int((state.ended or 0) * 1000)
+            opened.set_status(MLFLOW_STATUS.get(state.status, "RUNNING"), ended_ms)
             # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
             with as_tracking_error():
-                before, state = state, self._sweep.read_state()
-            if (before.status, before.reason) == (state.status, state.reason):
+                now = self._sweep.read_state()
+            if (now.status, now.reason) == (state.status, state.reason):
                 return
+            state = now
 
     def _upload_report(self, opened: MlflowRun, facts: SweepFacts) -> None:
         from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing

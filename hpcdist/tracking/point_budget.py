@@ -17,8 +17,14 @@ FIRST_BUCKET = 16
 
 
 class PointBudget:
+    """Selects the points that MLflow gets.
+
+    Args:
+        series: metric → its number of points and its open bucket, a few points; `select` changes it.
+    """
+
     def __init__(self, series: dict[str, dict[str, Any]]) -> None:
-        self._series = series  #: metric → its number of points and its open bucket, a few points
+        self._series = series
 
     def select(self, points: Sequence[Point]) -> list[Point]:
         """Return the points to send: some of `points`, and earlier points of buckets that end with them."""
@@ -49,16 +55,20 @@ class PointBudget:
 
 def _hold(series: dict[str, Any], point: Point) -> None:
     """Keep a point until its bucket ends if it is an extreme, the first NaN or the last one."""
-    value, held, kept = point.value, series.setdefault("held", {}), list(point[1:])
+    value = point.value
+    held = series.setdefault("held", {})
+    kept = list(point[1:])
     low, high = series.get("low"), series.get("high")
-    if value != value:
+    if value != value:  # NaN
         held.setdefault("nan", kept)
     else:
         # Comparisons with NaN, which the first point may be, are false.
         if low is None or not value >= low:
-            series["low"], held["low"] = value, kept
+            series["low"] = value
+            held["low"] = kept
         if high is None or not value <= high:
-            series["high"], held["high"] = value, kept
+            series["high"] = value
+            held["high"] = kept
     held["last"] = kept
 
 

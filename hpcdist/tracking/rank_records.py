@@ -36,6 +36,8 @@ def run_id_of(run: RunDir) -> str:
 
 
 class Value(NamedTuple):
+    """The value of a metric at a step."""
+
     value: float
     time_ms: int
     step: int
@@ -89,6 +91,7 @@ class RankRecords:
 
     @classmethod
     def of_uri(cls, uri: str) -> Self:
+        """Return the records of the rank that a tracking URI names. Raises TrackingError for any other URI."""
         parts = urlsplit(uri)
         try:
             given = {key: int(value) for key, (value,) in parse_qs(parts.query, strict_parsing=True).items()}
@@ -107,14 +110,16 @@ class RankRecords:
         Args:
             is_step: False if `step` only numbers the points of a metric, and is no step of the training.
         """
-        time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
+        if time_ms is None:
+            time_ms = time.time_ns() // 1_000_000
         metrics = {self._not_reserved(key): value for key, value in metrics.items()}
         if self.is_main:
             self.journal.log(metrics, step, time_ms)
         values = {key: float(value) for key, value in metrics.items()}
-        for key, value in () if self.is_main else values.items():
-            if key in self._latest or len(self._latest) < MAX_KEPT:
-                self._note_latest(key, Value(value, time_ms, step))
+        if not self.is_main:
+            for key, value in values.items():
+                if key in self._latest or len(self._latest) < MAX_KEPT:
+                    self._note_latest(key, Value(value, time_ms, step))
         self.on_metrics(values, step if is_step else None)
 
     def _not_reserved(self, key: str) -> str:
@@ -179,6 +184,7 @@ class RankRecords:
             self.record("param", {key[: journal.MAX_EVENT_NAME]: value})
 
     def set_tag(self, key: str, value: str) -> None:
+        """Record a tag, unless it has this value already."""
         self._load()
         value = self._shortened("tag", key, value, journal.MAX_TAG)
         if self.tags.get(key) != value:
@@ -186,6 +192,7 @@ class RankRecords:
             self.record("tag", {key[: journal.MAX_EVENT_NAME]: value})
 
     def record(self, kind: str, content: object) -> None:
+        """Record an event (`journal.Event`) for the upload; only rank 0 does."""
         if self.is_main:
             self._events.record(kind, content)
 
@@ -199,24 +206,32 @@ class RankRecords:
     def latest(self) -> dict[str, Value]:
         """Return the last value of each metric, earlier attempts included; on rank 0 from the journal."""
         self._load()
-        for file in journal.journal_files(self.run.journal) if self.is_main else ():
-            if file.rank == 0:
-                records, self._offsets[file.path] = journal.read_records(file.path, self._offsets.get(file.path, 0))
-                for time_ms, step, metrics in records:
-                    for key, value in metrics.items():
-                        self._note_latest(key, Value(value, time_ms, step))
+        if not self.is_main:
+            return self._latest
+        for file in journal.journal_files(self.run.journal):
+            if file.rank != 0:
+                continue
+            records, self._offsets[file.path] = journal.read_records(file.path, self._offsets.get(file.path, 0))
+            for time_ms, step, metrics in records:
+                for key, value in metrics.items():
+                    self._note_latest(key, Value(value, time_ms, step))
         return self._latest
 
     def history(self, key: str) -> list[Value]:
+        """Return all values of a metric in the journal of rank 0, earlier attempts included."""
         key = self._not_reserved(key)
-        return [
-            Value(record.metrics[key], record.time_ms, record.step)
-            for file in journal.journal_files(self.run.journal)
-            for record in journal.read_records(file.path)[0]
-            if file.rank == 0 and key in record.metrics
-        ]
+        values = []
+        for file in journal.journal_files(self.run.journal):
+            if file.rank != 0:
+                continue
+            records, _ = journal.read_records(file.path)
+            for record in records:
+                if key in record.metrics:
+                    values.append(Value(record.metrics[key], record.time_ms, record.step))
+        return values
 
     def _load(self) -> None:
+        """Load, once, the parameters and tags of earlier attempts."""
         if self._is_loaded:
             return
         self._is_loaded = True
@@ -257,5 +272,7 @@ def current() -> RankRecords | None:
     global _own
     if _own is None or _own.pid != os.getpid():
         uri = os.environ.get(URI_VARIABLE, "")
-        _own = RankRecords.of_uri(uri) if uri.startswith(f"{SCHEME}:") else None
+        _own = None
+        if uri.startswith(f"{SCHEME}:"):
+            _own = RankRecords.of_uri(uri)
     return _own

@@ -41,6 +41,8 @@ _MAX_DIGEST = 36
 
 
 class RunPage:
+    """Keeps the page of a run in MLflow up to date: its description, datasets, summary tags and best value."""
+
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._shown: object = None
@@ -66,18 +68,20 @@ class RunPage:
             finding = _cause(self._run, state)
             text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION)
         tags = summary_tags(facts, ledger)
-        shown = json.dumps([text, [asdict(one) for one in facts.datasets], tags])
+        shown = json.dumps([text, [asdict(dataset) for dataset in facts.datasets], tags])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         if digest != sent:
             set_note(opened, text)
             if facts.datasets:
+                inputs = [_input(dataset, facts.datasets) for dataset in facts.datasets]
                 with translated(opened.uri):
-                    opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
+                    opened.client.log_inputs(opened.run_id, inputs)
             opened.set_tags(tags)
             if facts.best is not None:
                 time_ms = int(1000 * (facts.best.created or 0.0))  # the same in each request: it is stored once
                 opened.log_points([Point(best_metric(facts.monitor), facts.best_value, time_ms, facts.best.step)])
-        self._shown, self._next = status, now + INTERVAL_S
+        self._shown = status
+        self._next = now + INTERVAL_S
         return digest
 
 
@@ -87,6 +91,7 @@ def best_metric(monitor: str) -> str:
 
 
 def _cause(run: RunDir, state: State) -> "Finding | None":
+    """Return why a run has failed; None if it has not, or if the cause is unknown."""
     if state.status != "failed":
         return None
     from hpcdist.review.explain import explain_failure  # only failures need it
@@ -117,37 +122,48 @@ def set_note(opened: MlflowRun, text: str) -> None:
 def below_text_of_user(current: str, text: str) -> str:
     """Return a description below the text of its user, which precedes the mark in the current description."""
     above = current.partition(MARK)[0].strip()
-    whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
+    whole = f"{MARK}\n\n{text}"
+    if above:
+        whole = f"{above}\n\n{whole}"
     # A long text of the user is kept unchanged, and the end of the description left out.
     return whole.encode(errors="replace").decode()[:MAX_TAG]
 
 
 def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:
     # MLflow identifies a dataset by name and digest and requires both. Splits of one file may have the same digest.
-    digest = dataset.digest or hashlib.sha256(json.dumps(asdict(dataset)).encode()).hexdigest()[:8]
-    if any((one.name, one.digest) == (dataset.name, dataset.digest) and one.split != dataset.split for one in datasets):
+    digest = dataset.digest
+    if not digest:
+        digest = hashlib.sha256(json.dumps(asdict(dataset)).encode()).hexdigest()[:8]
+    same_files = [other for other in datasets if (other.name, other.digest) == (dataset.name, dataset.digest)]
+    if any(other.split != dataset.split for other in same_files):
         digest = f"{digest[: _MAX_DIGEST // 2]}-{dataset.split}"
-    profile = {} if dataset.num_samples is None else {"num_rows": dataset.num_samples}
-    found = entities.Dataset(
+    profile = {}
+    if dataset.num_samples is not None:
+        profile["num_rows"] = dataset.num_samples
+    entity = entities.Dataset(
         name=dataset.name[:_MAX_NAME],
         digest=digest[:_MAX_DIGEST],
         source_type="hpcdist",
         source=json.dumps({"uri": dataset.source or dataset.name}),
         profile=json.dumps(profile),
     )
-    return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
+    return entities.DatasetInput(entity, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
 
 
 def summary_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     """Return the result, cost and interruptions of a run as text, for columns in MLflow's list of runs."""
     tags = {}
     if facts.best is not None:
-        tags["hpcdist.best"] = f"{facts.best_text(f'{facts.best_value:.6g}')} at step {facts.best.step:,}"
+        value = facts.best_text(f"{facts.best_value:.6g}")
+        tags["hpcdist.best"] = f"{value} at step {facts.best.step:,}"
     if ledger.entries:
         tags["hpcdist.cost"] = f"{cost_of([ledger])}, goodput {ledger.goodput_text}"
-    # A run may fail before its first attempt.
-    if causes := interruptions(facts.attempts, MAX_TAG) or facts.state.reason * (facts.state.status == "failed"):
+    causes = interruptions(facts.attempts, MAX_TAG)
+    if not causes and facts.state.status == "failed":  # a run may fail before its first attempt
+        causes = facts.state.reason
+    if causes:
         tags["hpcdist.interruptions"] = causes
-    if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:
-        tags["hpcdist.lost_steps"] = str(sum(known))
+    steps_lost = [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]
+    if steps_lost:
+        tags["hpcdist.lost_steps"] = str(sum(steps_lost))
     return tags

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcdist.config.document import flat
 from hpcdist.config.redaction import redact_tree
@@ -15,9 +15,6 @@ from hpcdist.run.job_record import job_starts
 from hpcdist.run.run_parameters import parameters, script_arguments
 from hpcdist.run.sweeps import affects_results, label
 from hpcdist.run.training_record import devices_of
-
-if TYPE_CHECKING:
-    pass
 
 MAX_RUN_NAME = 250
 #: Overrides in the name of a run.
@@ -34,6 +31,7 @@ MLFLOW_STATUS = {
 
 
 def read_config(run: RunDir) -> StoredConfig:
+    """Return the config of a run. Raises TrackingError if it is missing or damaged."""
     try:
         return read_stored(run.config)
     except ConfigError as error:
@@ -41,14 +39,16 @@ def read_config(run: RunDir) -> StoredConfig:
 
 
 def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
+    """Return the parameters of a run as text by their dotted keys."""
     return _texts(parameters(run, stored))
 
 
 def _texts(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return values as text by their dotted keys; lists are JSON."""
-    return {
-        key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in flat(tree).items()
-    }
+    texts = {}
+    for key, value in flat(tree).items():
+        texts[key] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return texts
 
 
 def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
@@ -63,12 +63,16 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
         facts["host_cores"] = facts.pop("cores")
     if "source_digest" in facts:  # not that of the user's code, which is `code_digest`
         facts["hpcdist_source_digest"] = facts.pop("source_digest")
-    if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
+    container = read_json(run.container) or {}
+    container = {key: value for key, value in container.items() if value is not None}
+    if container:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
-    if rank_environment := read_json(run.rank_environment):
+    rank_environment = read_json(run.rank_environment)
+    if rank_environment:
         facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}
-    tags = {f"hpcdist.{key}": text for key, text in _texts(facts).items()} | {
+    tags = {f"hpcdist.{key}": text for key, text in _texts(facts).items()}
+    tags |= {
         "hpcdist.folder": str(run.path),
         "mlflow.runName": run_name(run, stored),
         "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
@@ -93,11 +97,17 @@ def run_name(run: RunDir, stored: StoredConfig) -> str:
     differing = {key: item.after for key, item in changed.items() if affects_results(key)}
     script = stored.config.trainer.script if origin.config == PLAIN_SCRIPT else []
     arguments = redact_tree(script_arguments(script))
-    named = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
-    shown = " ".join(filter(None, [*(f"{name}={text}" for name, text in arguments.items()), named]))
-    more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
-    end = f"{more} ({run.name})"
-    return f"{shown[: MAX_RUN_NAME - len(end)]}{end}" if shown else run.name
+    parts = [f"{name}={text}" for name, text in arguments.items()]
+    first = list(differing)[:_NAMED_OVERRIDES]
+    parts.append(label({key: differing[key] for key in first}))
+    shown = " ".join(filter(None, parts))
+    if not shown:
+        return run.name
+    end = f" ({run.name})"
+    num_others = len(differing) - len(first)
+    if num_others:
+        end = f" +{num_others}{end}"
+    return f"{shown[: MAX_RUN_NAME - len(end)]}{end}"
 
 
 def state_tags(run: RunDir, state: State) -> dict[str, str]:
@@ -109,16 +119,23 @@ def state_tags(run: RunDir, state: State) -> dict[str, str]:
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
-    known = zip(("hpcdist.devices", "hpcdist.cpu"), devices_of(run), strict=True)
-    tags |= {name: text for name, text in known if text}
-    job, starts = read_json(run.path / "slurm.json") or {}, job_starts(run)
-    # The same tag for runs with and without Slurm, for a column in the list of runs.
+    devices, cpu = devices_of(run)
+    if devices:
+        tags["hpcdist.devices"] = devices
+    if cpu:
+        tags["hpcdist.cpu"] = cpu
+    job = read_json(run.path / "slurm.json") or {}
+    starts = job_starts(run)
+    # `hpcdist.nodes` is set for runs with and without Slurm, for a column in the list of runs.
     if not job.get("job_id"):
         host = (read_json(run.environment) or {}).get("host")
-        return tags | ({"hpcdist.nodes": str(host)} if host else {})
+        if host:
+            tags["hpcdist.nodes"] = str(host)
+        return tags
     nodes = dict.fromkeys(start["nodes"] for start in starts if start.get("nodes"))
     facts = {"nodes": ",".join(nodes), "slurm.job_id": job["job_id"], "slurm.cluster": job.get("cluster")}
     if starts:
         facts |= {"slurm.nodes": starts[-1].get("nodes"), "slurm.starts": len(starts)}
-        facts["slurm.queue_s"] = str(round(sum(float(start.get("queue_s", 0.0)) for start in starts)))
+        queue_s = sum(float(start.get("queue_s", 0.0)) for start in starts)
+        facts["slurm.queue_s"] = str(round(queue_s))
     return tags | {f"hpcdist.{key}": str(value) for key, value in facts.items() if value}

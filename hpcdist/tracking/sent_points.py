@@ -45,8 +45,11 @@ class SentPoints(journal.Sent):
         return bool(self.intent or self.closing or self.flushing)
 
     def commit(self) -> None:
+        """Record that MLflow has what was being sent."""
         self.offsets |= self.intent
-        self.intent, self.closing, self.flushing = {}, {}, False
+        self.intent = {}
+        self.closing = {}
+        self.flushing = False
 
     def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
         """Return whether a point is new to MLflow, and record it as sent.
@@ -62,24 +65,30 @@ class SentPoints(journal.Sent):
             is_repeated = int(other) < attempt and step <= high and not self.newest_counts
             if is_repeated or (int(other) > attempt and step >= low):
                 return False
-        own = shipped.get(str(attempt))
-        if own is None:
+        bounds = shipped.get(str(attempt))
+        if bounds is None:
             shipped[str(attempt)] = [step, step]
-        elif step > own[1]:
-            own[1] = step
-        elif step < own[0]:
-            own[0] = step
+        elif step > bounds[1]:
+            bounds[1] = step
+        elif step < bounds[0]:
+            bounds[0] = step
         else:
-            return step not in own and not was_seen()  # the lowest and the highest step were sent
+            return step not in bounds and not was_seen()  # the lowest and the highest step were sent
         return True
 
     def mark(self, attempt: int, step: int) -> int | None:
-        """Return the step for an attempt's point of the metric `attempt`; None if it has one, or has no part of it."""
-        later = [mark for other, mark in self.marks.items() if int(other) > attempt]
-        if str(attempt) in self.marks or (later and (step >= min(later) or not self.newest_counts)):
+        """Return the step for an attempt's point of the metric `attempt`, and record it.
+
+        None if the attempt has its point, or if it gets none, because a later attempt has one at an earlier step.
+        """
+        if str(attempt) in self.marks:
             return None
-        earlier = () if self.newest_counts else self.marks.values()
-        self.marks[str(attempt)] = step = max([step, *(mark + 1 for mark in earlier)])
+        later = [mark for other, mark in self.marks.items() if int(other) > attempt]
+        if later and (step >= min(later) or not self.newest_counts):
+            return None
+        if not self.newest_counts:
+            step = max([step, *(mark + 1 for mark in self.marks.values())])
+        self.marks[str(attempt)] = step
         return step
 
 
@@ -95,7 +104,7 @@ def is_complete(run: RunDir) -> bool:
 
 
 class StepSet:
-    """Steps in any order: a bit each, in blocks of 1024 steps."""
+    """A set of steps in any order, with one bit for each step, in blocks of 1024 steps."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
@@ -108,6 +117,7 @@ class StepSet:
 
 
 def is_of_script(run: RunDir) -> bool:
+    """Return whether a run starts a script of the user instead of a trainer; False if its config cannot be read."""
     try:
         return bool(read_section(run.config, "trainer", TrainerConfig).script)
     except (ConfigError, RunFolderError, OSError):  # a damaged file

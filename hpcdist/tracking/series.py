@@ -30,7 +30,8 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
 
 def _points(run: RunDir) -> Iterator[Point]:
     """Yield each step of a metric once; an attempt of a script counts up to the first step in a later one."""
-    state, sent = run.read_state(), SentPoints(newest_counts=is_of_script(run))
+    state = run.read_state()
+    sent = SentPoints(newest_counts=is_of_script(run))
     tail = JournalTail(run.journal, sent)
     while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
         yield from tail.new_points(chunks)

@@ -16,6 +16,8 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 
 @dataclass(kw_only=True)
 class SyncReport(Counts):
+    """What an upload has sent; `str` returns it as a sentence."""
+
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
     busy: str = ""  #: what uploads the run instead; nothing was done
@@ -23,15 +25,23 @@ class SyncReport(Counts):
     @property
     def kind(self) -> str:
         """`busy`, `unchanged` or `uploaded`."""
-        return "busy" if self.busy else "unchanged" if self == SyncReport() else "uploaded"
+        if self.busy:
+            return "busy"
+        if self == SyncReport():
+            return "unchanged"
+        return "uploaded"
 
     def __str__(self) -> str:
         if self.busy:
             return self.busy
         text = f"{self.num_points} points and {self.num_artifacts} artifacts uploaded"
-        text += f", {self.num_refused} points rejected by MLflow" if self.num_refused else ""
-        text += f", {self.num_broken} damaged lines skipped" if self.num_broken else ""
-        return text + (f"; closed: {self.closed}" if self.closed else "")
+        if self.num_refused:
+            text += f", {self.num_refused} points rejected by MLflow"
+        if self.num_broken:
+            text += f", {self.num_broken} damaged lines skipped"
+        if self.closed:
+            text += f"; closed: {self.closed}"
+        return text
 
 
 def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
@@ -61,7 +71,10 @@ def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
     uri = resolve_uri(config, env)
     # A Slurm job uploads to a server only; a database is filled from the host of the database.
     uploads_itself = job_of(run) is None or is_server(uri)
-    if uploads_itself and (busy := holder(run)) is not None:
-        return SyncReport(busy=f"its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it")
+    if uploads_itself:
+        supervisor = holder(run)
+        if supervisor is not None:
+            process = f"process {supervisor['pid']} on {supervisor['host']}"
+            return SyncReport(busy=f"its supervisor runs ({process}) and uploads it")
     update_job_starts(run)
     return sync(run, uri)

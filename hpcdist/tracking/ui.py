@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http import HTTPStatus
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ HELP = (
 )
 #: Headers of the answers that hpcdist gives itself.
 _PRIVATE = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
+#: Code with which a websocket is closed (RFC 6455).
+_POLICY_VIOLATION = 1008
 FOREIGN_ORIGIN = "This request comes from a page of another server; its cookie is not accepted."
 
 Scope = MutableMapping[str, Any]
@@ -75,7 +78,7 @@ class TokenGate:
 
             await self._app(scope, receive, announce)
         elif scope["type"] != "http":  # MLflow has no websockets
-            await send({"type": "websocket.close", "code": 1008})
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
             await self._answer(scope)(scope, receive, send)
 
@@ -95,8 +98,10 @@ class TokenGate:
         if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
             return self._app
         if not self._is_token(request.cookies.get(cookie, "")):
-            return _refusal(request, 401, "UNAUTHENTICATED", HELP)
-        return _refusal(request, 403, "PERMISSION_DENIED", FOREIGN_ORIGIN) if _is_foreign(request) else self._app
+            return _refusal(request, HTTPStatus.UNAUTHORIZED, "UNAUTHENTICATED", HELP)
+        if _is_foreign(request):
+            return _refusal(request, HTTPStatus.FORBIDDEN, "PERMISSION_DENIED", FOREIGN_ORIGIN)
+        return self._app
 
     def _is_token(self, offered: str) -> bool:
         return bool(offered) and hmac.compare_digest(offered.encode(), self._token.encode())
@@ -108,16 +113,20 @@ def _is_foreign(request: "Request") -> bool:
     For a browser all ports of a host are one site, so SameSite does not cover this.
     """
     headers = request.headers
-    if origin := headers.get("origin"):
+    origin = headers.get("origin")
+    if origin:
         return origin != f"http://{headers.get('host')}"
     site = headers.get("sec-fetch-site", "none")
     return site not in ("same-origin", "none") and headers.get("sec-fetch-mode") != "navigate"
 
 
 def _refusal(request: "Request", status: int, code: str, message: str) -> App:
+    """Return the answer that refuses a request: a page for a browser, otherwise an error in MLflow's format."""
     from starlette.responses import HTMLResponse, JSONResponse
 
-    headers = _PRIVATE | ({"www-authenticate": "Bearer"} if status == 401 else {})
+    headers = dict(_PRIVATE)
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
     if "text/html" in request.headers.get("accept", ""):
         page = f"<!doctype html><title>hpcdist ui</title><h1>hpcdist ui</h1><p>{html.escape(message)}</p>"
         return HTMLResponse(page, status, headers)
@@ -157,7 +166,8 @@ def listen(port: int) -> socket.socket:
 
 def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
     """Make a token for this start; returns it and the file of mode 0600 that holds it for scripts."""
-    state = env.get("XDG_STATE_HOME") or f"{env.get('HOME') or Path.home()}/.local/state"
+    home = env.get("HOME") or Path.home()
+    state = env.get("XDG_STATE_HOME") or f"{home}/.local/state"
     path = Path(state, "hpcdist", "ui", f"{socket.gethostname()}-{port}.token")
     token = secrets.token_urlsafe(32)
     try:
@@ -180,6 +190,7 @@ def command(port: int) -> list[str]:
 
 
 def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
+    """Return the environment variables of the server, in addition to those of this process."""
     return {
         "MLFLOW_BACKEND_STORE_URI": store,  # not in the command line, which all users can read
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -22,7 +22,9 @@ from hpcdist.run.folder import DATABASE, RunDir, own_place
 
 def sqlite_path(uri: str) -> Path | None:
     """Return the database file of a sqlite URI; None for any other URI."""
-    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(uri.removeprefix("sqlite:///")).absolute()
 
 
 def is_server(uri: str) -> bool:
@@ -41,7 +43,8 @@ def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
     Raises TrackingUriError if the password in the URI was redacted.
     """
     uri = env.get("HPCDIST_TRACKING_URI") or configured
-    uri = uri or f"sqlite:///{own_place(runs_dir).absolute() / DATABASE}"
+    if not uri:
+        uri = f"sqlite:///{own_place(runs_dir).absolute() / DATABASE}"
     if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:
         raise TrackingUriError(
             f"the password of {uri} is not kept in the run folder: set HPCDIST_TRACKING_URI to the whole URI"
@@ -64,12 +67,17 @@ class Credentials:
     source: str = ""  #: where they are set, for messages
 
     def headers(self) -> dict[str, str]:
+        """Return the headers with which a request authenticates itself; empty without credentials."""
         if self.user:
-            return {"Authorization": "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()}
-        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+            pair = f"{self.user}:{self.password}".encode()
+            return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+        if self.token:
+            return {"Authorization": f"Bearer {self.token}"}
+        return {}
 
 
 def credentials_file(env: Mapping[str, str]) -> Path:
+    """Return the path of MLflow's file of credentials, which may not exist."""
     return Path(env.get("HOME") or Path.home(), ".mlflow", "credentials")
 
 
@@ -84,7 +92,8 @@ def read_credentials(uri: str, env: Mapping[str, str]) -> Credentials:
             return Credentials(user=unquote(parts.username), password=unquote(parts.password or ""), source="the URI")
     except ValueError:
         pass  # the request reports an invalid URI
-    path, parser = credentials_file(env), configparser.ConfigParser()
+    path = credentials_file(env)
+    parser = configparser.ConfigParser()
     try:
         parser.read(path)
         saved = dict(parser["mlflow"]) if "mlflow" in parser else {}
@@ -94,18 +103,22 @@ def read_credentials(uri: str, env: Mapping[str, str]) -> Credentials:
             f"{path} is not in the format of MLflow ({type(error).__name__}): it needs a section [mlflow] with"
             " mlflow_tracking_username and mlflow_tracking_password, in which % is written as %%"
         ) from None
-    user = env.get("MLFLOW_TRACKING_USERNAME") or saved.get("mlflow_tracking_username", "")
-    password = env.get("MLFLOW_TRACKING_PASSWORD") or saved.get("mlflow_tracking_password", "")
+    user = env.get("MLFLOW_TRACKING_USERNAME")
+    password = env.get("MLFLOW_TRACKING_PASSWORD")
+    source = VARIABLES if user and password else str(path)
+    user = user or saved.get("mlflow_tracking_username", "")
+    password = password or saved.get("mlflow_tracking_password", "")
     if user and password:
-        own = env.get("MLFLOW_TRACKING_USERNAME") and env.get("MLFLOW_TRACKING_PASSWORD")
-        return Credentials(user=user, password=password, source=VARIABLES if own else str(path))
+        return Credentials(user=user, password=password, source=source)
     return Credentials(token=env.get("MLFLOW_TRACKING_TOKEN", ""), source="MLFLOW_TRACKING_TOKEN")
 
 
 def version_in(answer: str) -> str:
     """Return the version in an answer of `/version`; empty for another page, such as that of a login."""
     text = answer.strip()
-    return text if re.fullmatch(r"[0-9]+\.[0-9]+[\w.]{0,30}", text) else ""
+    if not re.fullmatch(r"[0-9]+\.[0-9]+[\w.]{0,30}", text):
+        return ""
+    return text
 
 
 # Links to the pages of MLflow's UI: a run and an experiment.
@@ -134,21 +147,22 @@ def link_to_run(run: RunDir) -> str:
 
 def link_to_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
     """Return the link to the experiment of the newest run in `store`, else to the list of experiments."""
-    found: dict[float, dict[str, str]] = {}
+    experiments: dict[float, str] = {}  #: by the time at which their run was created
     for run in runs:
         ids = _ids(run)
+        experiment = ids.get("experiment_id")
         with suppress(RunFolderError, OSError):
-            if ids.get("experiment_id") and ids.get("uri") == redact_text(store):
-                found[run.read_state().created] = ids
-    if not found:
+            if experiment and ids.get("uri") == redact_text(store):
+                experiments[run.read_state().created] = experiment
+    if not experiments:
         return f"{address}#/experiments?{TRAINING_PAGES}"  # else MLflow opens its pages for LLM applications
-    return experiment_page(address, found[max(found)]["experiment_id"])
+    return experiment_page(address, experiments[max(experiments)])
 
 
 def _ids(run: RunDir) -> dict[str, str]:
     """Return the strings of `mlflow.json`; a damaged file counts as empty."""
     try:
-        found = read_json(run.mlflow) or {}
+        ids = read_json(run.mlflow) or {}
     except (RunFolderError, OSError):
-        found = {}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+        ids = {}
+    return {key: value for key, value in ids.items() if isinstance(value, str)}
