@@ -21,6 +21,7 @@ from hpcdist.checks.site import client_checks, job_end_checks, partition_checks,
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.slurm_notation import expand
+from hpcdist.errors import plural
 from hpcdist.host import gpu_info, versions
 from hpcdist.host import machine as host_machine
 from hpcdist.host.check_result import Check, note, ok, warning
@@ -35,7 +36,7 @@ from hpcdist.run.lease import user_name
 from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.on_nodes import ask, task_words
-from hpcdist.slurm.output import NodeState, SlurmError, is_usable
+from hpcdist.slurm.output import NodeGroup, NodeState, SlurmError, is_usable
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,17 @@ def execute(
     running = [(section, start(section.run)) for section in sections]
     for number, (section, future) in enumerate(running):
         if not future.done():
-            waiting([late.title for late, own in running[number:] if not own.done()])
+            waiting([other.title for other, its_future in running[number:] if not its_future.done()])
+        left_s = began + section.timeout_s - time.monotonic()
         try:
-            checks = future.result(max(0.0, section.timeout_s - (time.monotonic() - began)))
+            checks = future.result(max(0.0, left_s))
         except Exception as error:  # a defect in one section must not end the report
             # A section may raise TimeoutError by itself, so the future's state decides.
-            text, fix = f"no answer within {section.timeout_s:g} s", section.timeout_fix
             if future.done():
-                text, fix = f"this section failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", ""
-            checks = [warning(section.title, text, fix)]
+                reason = " ".join(str(error).split())[:300]
+                checks = [warning(section.title, f"this section failed: {type(error).__name__}: {reason}")]
+            else:
+                checks = [warning(section.title, f"no answer within {section.timeout_s:g} s", section.timeout_fix)]
         yield section.title, checks
 
 
@@ -88,8 +91,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     def host_name() -> list[Check]:
         host = socket.gethostname()
         lookup = start(lambda: host_machine.look_up(host))
-        groups = (group for partition in slurm().partitions or [] for group in partition.nodes)
-        is_node = any(host.partition(".")[0] in expand(group.names) for group in groups)
+        is_node = _is_node(slurm(), host.partition(".")[0])
         found = done_within(checks_machine.GIVE_UP_S, lookup, {"late": checks_machine.GIVE_UP_S})
         return checks_machine.host_name_checks(host, found, is_node=is_node)
 
@@ -125,14 +127,26 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     ]
 
 
+def _is_node(slurm: site.SlurmFacts, host: str) -> bool:
+    """Return whether a host is a node of a partition."""
+    groups: list[NodeGroup] = []
+    for partition in slurm.partitions or []:
+        groups += partition.nodes
+    return any(host in expand(group.names) for group in groups)
+
+
 def _trials(env: Mapping[str, str]) -> list[Check]:
     if "torch" not in versions.versions():
         return []
+    checks = []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(checks_machine.trial_checks, "cpu", 2, env)
-        count = visible_gpus(len(gpu_info.gpus()) or gpu_device_files(), env)
-        checks = [*(checks_machine.trial_checks(NVIDIA, count, env) if count else []), *on_cpus.result()]
-    if reason := private_network.why_refused():
+        num_gpus = visible_gpus(len(gpu_info.gpus()) or gpu_device_files(), env)
+        if num_gpus:
+            checks += checks_machine.trial_checks(NVIDIA, num_gpus, env)
+        checks += on_cpus.result()
+    reason = private_network.why_refused()
+    if reason:
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
         return [*checks, note("network", text)]
     text = "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"
@@ -144,12 +158,14 @@ STEP_TIMEOUT_S = 60.0
 
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
-    sections = [
-        Section("Run", lambda: _status(run), timeout_s=SLOW_S),
-        Section("Nodes in Slurm", lambda: _node_states(run), timeout_s=SLOW_S),
-        Section("Node preflight", lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
-    ]
-    return sections[:1] if job_of(run) is None else sections
+    """Return the sections about one run: its state, and for a run in Slurm its nodes."""
+    sections = [Section("Run", lambda: _status(run), timeout_s=SLOW_S)]
+    if job_of(run) is not None:
+        sections += [
+            Section("Nodes in Slurm", lambda: _node_states(run), timeout_s=SLOW_S),
+            Section("Node preflight", lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
+        ]
+    return sections
 
 
 def _status(run: RunDir) -> list[Check]:
@@ -166,6 +182,7 @@ def _status(run: RunDir) -> list[Check]:
 
 
 def status_check(run: RunDir, now: RunStatus) -> Check:
+    """Return the state of a run as a result, with the command that continues or explains it."""
     text = now.sentence
     if now.facts is not None and not now.is_lost:
         text += f"; {now.facts.describe(time.time())}"
@@ -179,9 +196,12 @@ def status_check(run: RunDir, now: RunStatus) -> Check:
 
 def _node_states(run: RunDir) -> list[Check]:
     now = status_of(run)
-    present = expand(now.facts.nodes) if now.facts is not None and now.facts.nodes else []
-    earlier = [node for start in reversed(job_starts(run)) for node in expand(str(start.get("nodes", "")))]
-    nodes = list(dict.fromkeys([*present, *earlier]))
+    nodes: list[str] = []
+    if now.facts is not None and now.facts.nodes:
+        nodes += expand(now.facts.nodes)
+    for job_start in reversed(job_starts(run)):
+        nodes += expand(str(job_start.get("nodes", "")))
+    nodes = list(dict.fromkeys(nodes))
     if not nodes:
         return []
     try:
@@ -192,25 +212,38 @@ def _node_states(run: RunDir) -> list[Check]:
 
 
 def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
+    """Report the nodes to which Slurm sends no jobs, and the number of the others by state."""
     known = {state.name: state for state in states}
-    bad, healthy = [], Counter[str]()
+    bad = []
+    healthy = Counter[str]()
     for name in nodes:
         node = known.get(name)
         if node is None:
             bad.append(warning(name, "Slurm has no node of this name any more", node=name))
         elif not is_usable(node.state):
-            parts = [node.state + (" (does not answer)" if "*" in node.state else "")]
-            if node.since is not None:
-                parts.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
-            if node.reason:
-                parts.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
             fix = "Slurm starts no jobs there; `hpcdist resume` gets other nodes. "
             fix += f"After the repair an administrator runs `scontrol update nodename={name} state=resume`"
-            bad.append(warning(name, ", ".join(parts), fix, node=name))
+            bad.append(warning(name, _state_text(node), fix, node=name))
         else:
             healthy[node.state] += 1
+    if not healthy:
+        return bad
     counts = ", ".join(f"{count} {state}" for state, count in healthy.items())
-    return [*bad, ok("others" if bad else "nodes", counts)] if counts else bad
+    return [*bad, ok("others" if bad else "nodes", counts)]
+
+
+def _state_text(node: NodeState) -> str:
+    """Return the state of a node, since when it has it, and the reason."""
+    text = node.state
+    if "*" in node.state:
+        text += " (does not answer)"
+    if node.since is not None:
+        text += f", since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}"
+    if node.reason:
+        text += f", {node.reason!r}"
+        if node.user:
+            text += f" by {node.user}"
+    return text
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:
@@ -258,12 +291,12 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     if not answers:
         message = last_line(errors) or "srun printed nothing"
         return [warning("nodes", f"no node answered: {message}", look)]
-    # The ranks use the memory of the GPUs.
-    unused = {
-        node: {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
-        for node, answer in answers.items()
-    }
-    return check_nodes(needs, unused, asked_at, answered_at)
+    # The ranks use the memory of the GPUs, which is no problem here.
+    without_use = {}
+    for node, answer in answers.items():
+        gpus_without_use = [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]
+        without_use[node] = {**answer, "gpus": gpus_without_use}
+    return check_nodes(needs, without_use, asked_at, answered_at)
 
 
 #: Sections: title and results.
@@ -271,6 +304,8 @@ Page = Sequence[tuple[str, Sequence[Check]]]
 #: Widths of the columns, and the column of the text.
 _INDENT, _MARK, _NAME = 2, 9, 15
 _TEXT = _INDENT + _MARK + _NAME
+#: On a narrower terminal, the terminal breaks the lines.
+_MIN_WIDTH = 60
 
 
 def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[tuple[str, str]]:
@@ -278,10 +313,14 @@ def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[t
     if checks:
         yield "title", title
     for check in checks:
-        name = f"{check.node} {check.name}".strip() if check.name != check.node else check.name
+        name = check.name
+        if check.node != check.name:
+            name = f"{check.node} {check.name}".strip()
         mark = check.level.upper() if check.level == "failure" else check.level
         head = f"{'':{_INDENT}}{mark:<{_MARK}}{name:<{_NAME}}"
-        yield from _wrapped(check.level, head if head.endswith(" ") else f"{head} ", check.text, width, _TEXT)
+        if not head.endswith(" "):
+            head += " "
+        yield from _wrapped(check.level, head, check.text, width, _TEXT)
         if check.fix:
             yield from _wrapped("", f"{'':{_TEXT}}→ ", check.fix, width, _TEXT + 2)
 
@@ -290,7 +329,7 @@ def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterat
     # rich would break long words such as paths and commands.
     lines = textwrap.wrap(
         text,
-        max(width, 60),
+        max(width, _MIN_WIDTH),
         initial_indent=head,
         subsequent_indent=" " * indent,
         break_long_words=False,
@@ -301,15 +340,17 @@ def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterat
 
 
 def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
-    found = [(title, check) for title, checks in page for check in checks]
-    failures = [(title, check) for title, check in found if check.level == "failure"]
-    warnings = sum(check.level == "warning" for _, check in found)
-    others = f"{warnings} warning{'s' * (warnings != 1)} above" if warnings else "no warnings"
+    """Yield the lines of the summary, each with its style: whether a run would fail, and why."""
+    failures = []
+    num_warnings = 0
+    for title, checks in page:
+        failures += [(title, check) for check in checks if check.level == "failure"]
+        num_warnings += sum(check.level == "warning" for check in checks)
+    others = f"{plural(num_warnings, 'warning')} above" if num_warnings else "no warnings"
     if not failures:
         yield "ok", f"No problem found that would make a run fail; {others}."
         return
-    count = "1 problem" if len(failures) == 1 else f"{len(failures)} problems"
-    yield "failure", f"{count} would make a run fail ({others}):"
+    yield "failure", f"{plural(len(failures), 'problem')} would make a run fail ({others}):"
     for title, check in failures:
         where = f"{check.node}: " if check.node else ""
         yield from _wrapped("", "  - ", f"{where}{title}, {check.name}: {check.text}", width, 4)
@@ -322,4 +363,5 @@ def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def would_fail(page: Page) -> bool:
+    """Return whether a run would fail: whether the report has a failure."""
     return any(check.level == "failure" for _, checks in page for check in checks)

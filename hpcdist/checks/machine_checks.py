@@ -21,6 +21,7 @@ import hpcdist
 from hpcdist.checks import node_facts
 from hpcdist.checks.site import GIB, version_of
 from hpcdist.config.launch_schema import GPU_BACKENDS
+from hpcdist.errors import plural
 from hpcdist.host import cgroups
 from hpcdist.host import machine as host_machine
 from hpcdist.host.check_result import Check, failure, note, ok, warning
@@ -35,23 +36,25 @@ TOGETHER = "install both together from one index: `pip install --force-reinstall
 
 
 def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[Check]:
+    """Check the installed software.
+
+    Args:
+        found: versions as `versions.versions` returns them.
+        torch_required: whether ranks run on this machine with this Python.
+    """
     torch, cuda, driver = (found.get(name, "") for name in ("torch", "cuda", "driver"))
     checks = [
         ok("Python", f"{found['python']}, {sys.prefix}"),
         ok("hpcdist", f"{hpcdist.__version__}, {Path(hpcdist.__file__).parent}"),
     ]
     if not torch and torch_required:
-        return [
-            *checks,
-            failure("torch", "not installed: a run on this machine would fail", install_command("train")),
-        ]
+        text = "not installed: a run on this machine would fail"
+        return [*checks, failure("torch", text, install_command("train"))]
     if not torch:
         text = "not installed: ranks need container.image or cluster.environment, as they use this Python otherwise"
         return [*checks, note("torch", text, install_command("train"))]
     vision = version_of("torchvision")
-    # torchvision pins the version of torch exactly.
-    lines = (vision and metadata.requires("torchvision")) or []
-    pinned = next((match[1] for line in lines if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))), "")
+    pinned = _torch_of_torchvision() if vision else ""
     if pinned and pinned != torch.partition("+")[0]:
         text = f"{torch} beside a torchvision {vision} built for {pinned}, which cannot be imported"
         checks.append(failure("torch", text, TOGETHER))
@@ -59,15 +62,37 @@ def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[C
         text = f"{torch} is built without CUDA, and this machine has GPUs: training uses the CPUs"
         checks.append(warning("torch", text, f"install a build with CUDA; {TOGETHER}"))
     else:
-        checks.append(ok("torch", f"{torch}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"))
+        build = f"for CUDA {cuda}" if cuda else "without CUDA"
+        checks.append(ok("torch", f"{torch}, built {build}"))
     if not vision:
         checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
-    if problems := [*node_facts.driver_checks(found)]:
-        return checks + problems
-    return [*checks, ok("driver", driver + (f", supports CUDA {cuda}" if cuda else ""))] if driver else checks
+    problems = list(node_facts.driver_checks(found))
+    if problems:
+        checks += problems
+    elif driver and cuda:
+        checks.append(ok("driver", f"{driver}, supports CUDA {cuda}"))
+    elif driver:
+        checks.append(ok("driver", driver))
+    return checks
+
+
+def _torch_of_torchvision() -> str:
+    """Return the version of torch that the installed torchvision requires, which it pins exactly; empty if unknown."""
+    for requirement in metadata.requires("torchvision") or ():
+        match = re.match(r"torch\s*\(?==\s*([\w.]+)", requirement)
+        if match:
+            return match[1]
+    return ""
 
 
 def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
+    """Check all GPUs of this machine.
+
+    Args:
+        num_visible: number of GPUs that CUDA_VISIBLE_DEVICES selects.
+        num_devices: number of GPUs with a device file.
+        driver: version of the driver; empty without one.
+    """
     if not found:
         if num_devices or driver:
             text = f"NVML reports no GPU, although driver {driver} is loaded and {num_devices} device files exist"
@@ -76,7 +101,9 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
         return [note("GPUs", "none: training uses the CPUs")]
     checks = []
     for gpu in found:
-        text = gpu.name + (f", {gpu.total_mb / 1024:.0f} GiB" if gpu.total_mb else "")
+        text = gpu.name
+        if gpu.total_mb:
+            text += f", {gpu.total_mb / 1024:.0f} GiB"
         problems = [replace(check, text=f"{text}: {check.text}") for check in node_facts.gpu_checks(vars(gpu))]
         checks += problems or [ok(f"GPU {gpu.index}", text)]
     if num_visible < len(found):
@@ -90,9 +117,18 @@ GIVE_UP_S = 15.0
 
 
 def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
-    if problems := [*node_facts.lookup_checks(host, found), *node_facts.loopback_checks(host, found)]:
+    """Check the lookup of this machine's name.
+
+    Args:
+        found: result of `look_up`.
+        is_node: whether the machine is a node of a cluster, whose name other nodes look up.
+    """
+    problems = [*node_facts.lookup_checks(host, found), *node_facts.loopback_checks(host, found)]
+    if problems and is_node:
+        return problems
+    if problems:
         unaffected = "; runs on this machine alone are not affected"
-        return problems if is_node else [replace(one, level="note", text=one.text + unaffected) for one in problems]
+        return [replace(problem, level="note", text=problem.text + unaffected) for problem in problems]
     back = found.get("reverse") or f"no name ({found['reverse_error']}): fast, so harmless"
     took = f"{1000 * found['forward_s']:.0f} ms, reverse {1000 * found['reverse_s']:.0f} ms"
     return [ok("names", f"{host} → {found['address']} → {back} ({took})")]
@@ -100,10 +136,21 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
 
 #: cgroups version 1 writes larger values for `no limit`.
 _NO_LIMIT = 2**60
+#: A quota that lacks less than this to the number of cores throttles little.
+_QUOTA_TOLERANCE = 0.5
+#: Number of ranks of a small run, such as the trial.
+_FEW_RANKS = 2
+#: The import of torch takes half a GiB in each rank.
+_MIN_MEMORY_BYTES = 2 * GIB
+_MIN_LOCKED_BYTES = GIB
+#: Ranks, data workers and RPC open hundreds of sockets and files.
+_MIN_FILES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
+    """The cores, the memory and the limits that a process of this user has on this machine."""
+
     cores: int
     quota: float | None  #: the cgroup's CPU quota in cores, which `nproc` does not show
     memory_bytes: int
@@ -117,25 +164,31 @@ class ResourceLimits:
 
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> Self:
+        """Return the limits of this process on this machine, whose root file system is `root`."""
         memory = psutil.virtual_memory().total
-        quotas, limits = [], [memory]
+        quotas = []
+        limits = []
         for folder in cgroups.folders(root):
-            # Version 2 has both numbers of the quota in one file, version 1 has a file for each.
-            version_1 = (host_machine.text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-            quota = (host_machine.text_of(folder / "cpu.max") or " ".join(version_1)).split()
-            if len(quota) == 2 and quota[0] not in ("max", "-1"):
-                quotas.append(int(quota[0]) / int(quota[1]))
+            quota = _cpu_quota(folder)
+            if quota is not None:
+                quotas.append(quota)
             limit = cgroups.memory_limit_bytes(folder)
-            limits += [] if limit is None else [limit]
+            if limit is not None and limit < memory:
+                limits.append(limit)
         shm, infiniband = root / "dev/shm", root / "sys/class/infiniband"
-        size = os.statvfs(shm) if shm.is_dir() else None
+        shm_bytes = None
+        shm_free_bytes = 0
+        if shm.is_dir():
+            status = os.statvfs(shm)
+            shm_bytes = status.f_blocks * status.f_frsize
+            shm_free_bytes = status.f_bavail * status.f_frsize
         return cls(
             cores=host_machine.num_cores(),
             quota=min(quotas, default=None),
             memory_bytes=memory,
-            memory_limit_bytes=min(limits) if min(limits) < memory else None,
-            shm_bytes=size.f_blocks * size.f_frsize if size else None,
-            shm_free_bytes=size.f_bavail * size.f_frsize if size else 0,
+            memory_limit_bytes=min(limits, default=None),
+            shm_bytes=shm_bytes,
+            shm_free_bytes=shm_free_bytes,
             max_files=_soft(resource.RLIMIT_NOFILE),
             max_processes=_soft(resource.RLIMIT_NPROC),
             locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
@@ -143,53 +196,90 @@ class ResourceLimits:
         )
 
 
+def _cpu_quota(folder: Path) -> float | None:
+    """Return the CPU quota of a control group in cores; None without one."""
+    # Version 2 has both numbers in one file, version 1 has a file for each.
+    text = host_machine.text_of(folder / "cpu.max")
+    if not text:
+        version_1 = [host_machine.text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        text = " ".join(version_1)
+    match text.split():
+        case [quota, period] if quota not in ("max", "-1"):
+            return int(quota) / int(period)
+    return None
+
+
 def _soft(limit: int) -> int:
+    """Return the soft limit of a resource of this process."""
     value = resource.getrlimit(limit)[0]
-    return _NO_LIMIT if value == resource.RLIM_INFINITY else value
+    if value == resource.RLIM_INFINITY:
+        return _NO_LIMIT
+    return value
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def resource_checks(found: ResourceLimits) -> list[Check]:
-    if found.quota is not None and found.quota < found.cores - 0.5:
+    """Check whether cores, memory, /dev/shm and limits suffice for a few ranks."""
+    return [_cores_check(found), _memory_check(found), *_shm_checks(found), *_limit_checks(found)]
+
+
+def _cores_check(found: ResourceLimits) -> Check:
+    if found.quota is not None and found.quota < found.cores - _QUOTA_TOLERANCE:
+        num_threads = max(1, int(found.quota) // _FEW_RANKS)
         text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
-        fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
-        checks = [warning("cores", text, fix)]
-    elif found.cores < 2:
+        fix = f"launch.num_threads={num_threads} for two ranks, or a larger --cpus for the container"
+        return warning("cores", text, fix)
+    if found.cores < _FEW_RANKS:
         fix = "in a job request more (--cpus-per-task)"
-        checks = [note("cores", "1: two ranks share it and take twice as long", fix)]
-    else:
-        checks = [ok("cores", f"{found.cores}")]
-    limit = found.memory_limit_bytes
-    text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
-    if (limit or found.memory_bytes) < 2 * GIB:  # importing torch takes half a GiB per rank
+        return note("cores", "1: two ranks share it and take twice as long", fix)
+    return ok("cores", f"{found.cores}")
+
+
+def _memory_check(found: ResourceLimits) -> Check:
+    num_bytes = found.memory_bytes
+    text = f"{num_bytes / GIB:.1f} GiB"
+    if found.memory_limit_bytes is not None:
+        num_bytes = found.memory_limit_bytes
+        text = f"{num_bytes / GIB:.1f} GiB (cgroup limit)"
+    if num_bytes < _MIN_MEMORY_BYTES:
         fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
-        checks.append(warning("memory", f"{text}: two ranks need about 2 GiB", fix))
-    else:
-        checks.append(ok("memory", text))
+        return warning("memory", f"{text}: two ranks need about 2 GiB", fix)
+    return ok("memory", text)
+
+
+def _shm_checks(found: ResourceLimits) -> list[Check]:
     if found.shm_bytes is None:
         text = "there is no /dev/shm: data workers and NCCL would fail"
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`), or start the container with --ipc=host"
-        checks.append(failure("shm", text, fix))
-    else:
-        text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
-        checks += [*node_facts.shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
-    limits = []
-    if found.rdma and found.locked_bytes < 2**30:
+        return [failure("shm", text, fix)]
+    problems = list(node_facts.shm_checks(found.shm_free_bytes))
+    if problems:
+        return problems
+    return [ok("shm", f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm")]
+
+
+def _limit_checks(found: ResourceLimits) -> list[Check]:
+    problems = []
+    if found.rdma and found.locked_bytes < _MIN_LOCKED_BYTES:
         text = f"only {found.locked_bytes / 1e6:,.0f} MB may be locked in memory, and InfiniBand locks its send buffers"
         fix = "`ulimit -l unlimited` (limits.conf, LimitMEMLOCK=infinity of slurmd); containers: --ulimit memlock=-1"
-        limits.append(warning("locked memory", text, fix))
+        problems.append(warning("locked memory", text, fix))
     for name, value, flag in (
         ("open files", found.max_files, "ulimit -n 65536"),
         ("processes", found.max_processes, "ulimit -u 65536"),
     ):
-        if value < 1024:  # ranks, data workers and RPC open hundreds of sockets and files
+        if value < _MIN_FILES:
             text = f"at most {value} (ulimit): many ranks or data workers exceed it"
-            limits.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
+            problems.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
+    if problems:
+        return problems
     shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
-    return checks + (limits or [ok("limits", f"{shown} open files")])
+    return [ok("limits", f"{shown} open files")]
 
 
 #: On a slow network file system, the import of torch takes most of this time.
@@ -203,7 +293,8 @@ _TRIAL = (
 
 def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Check]:
     """Start ranks as `hpcdist run` does, in child processes, so that a hang cannot block doctor."""
-    name = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {GPU_BACKENDS.get(device, 'gloo')}"
+    backend = GPU_BACKENDS.get(device, "gloo")
+    name = f"{plural(num_ranks, 'rank')}, {backend}"
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-", ignore_cleanup_errors=True) as folder:
         words = [*_TRIAL, f"launch.device={device}", f"launch.num_ranks={num_ranks}", f"runs_dir={folder}/runs"]
         command = [sys.executable, "-P", "-m", "hpcdist", "run", *words]
@@ -211,14 +302,18 @@ def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Ch
         done = run_within(command, TRIAL_S, env={**env, "HPCDIST_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"})
         run = RunDir(Path(folder, "runs", "comm", "trial"))
         state = readable(run.read_state)
-        if done.returncode == -1:  # the time limit: a slow file system, which makes no run fail
+        # The code of `run_within` after the time limit. A slow file system makes no run fail.
+        if done.returncode == -1:
             return [warning(name, f"the ranks did not end within {TRIAL_S:g} s", "install torch on a local disk")]
         if state is None:
             return [failure(name, f"they cannot be started: {last_line(done.stderr or done.stdout)}")]
         if state.status == "finished":
             return [ok(name, f"{state.reason}, {time.monotonic() - began:.0f} s with all imports")]
-        found = explain_attempt(run, run.attempt(state.attempt), state.reason) or Finding(cause=state.reason)
-        return [failure(name, f"{found.cause}: {found.evidence}" if found.evidence else found.cause, found.fix)]
+        finding = explain_attempt(run, run.attempt(state.attempt), state.reason) or Finding(cause=state.reason)
+        text = finding.cause
+        if finding.evidence:
+            text += f": {finding.evidence}"
+        return [failure(name, text, finding.fix)]
 
 
 #: Limit for each command.
@@ -228,6 +323,8 @@ _SUB_IDS = 65536
 #: Oldest major version of a runtime that has the options which hpcdist uses.
 _OLDEST = {"podman": 4, "apptainer": 1}
 
+#: A problem of a runtime, and its fix.
+_Problem = tuple[str, str]
 RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
 
@@ -241,6 +338,8 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
+    """The facts of this machine and user on which container runtimes depend."""
+
     uid: int
     user: str
     has_gpus: bool
@@ -252,6 +351,7 @@ class Host:
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Self:
+        """Return the facts of this machine."""
         return cls(
             uid=os.getuid(),
             user=user,
@@ -282,10 +382,13 @@ def runtime_checks(
 
 
 def _check_runtime(command: str, host: Host, query: RunCommand) -> Check | None:
+    """Check one runtime; None if the command exists but the runtime, a plugin of it, does not."""
     name, arguments, further_problem = _RUNTIMES[command]
     done = query([command, *arguments])
     if name == "pyxis":
-        return ok("pyxis", "srun has --container-image") if "--container-image" in done.stdout else None
+        if "--container-image" not in done.stdout:
+            return None
+        return ok("pyxis", "srun has --container-image")
     if done.returncode != 0:
         error, fix = _last(done), ""
         if name == "docker" and "permission denied" in error.lower():
@@ -294,62 +397,78 @@ def _check_runtime(command: str, host: Host, query: RunCommand) -> Check | None:
             fix = "start its daemon (`sudo systemctl start docker`)"
         return warning(name, f"installed, but fails: {error[:200]}", fix)
     output = done.stdout + done.stderr
-    found = re.search(r"(\d+)(\.\d+)+\S*", output)
-    version = found[0].rstrip(",") if found else " ".join(output.split())[:60] or "answers"
-    if name in _OLDEST and found is not None and int(found[1]) < _OLDEST[name]:
+    match = re.search(r"(\d+)(\.\d+)+\S*", output)
+    version = match[0].rstrip(",") if match else " ".join(output.split())[:60] or "answers"
+    if name in _OLDEST and match is not None and int(match[1]) < _OLDEST[name]:
         return warning(name, f"{version}; hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one")
-    if further_problem is not None and (problem := further_problem(host, query)) is not None:
+    problem = further_problem(host, query) if further_problem is not None else None
+    if problem is not None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
-    return ok(name, f"{version}{', GPUs by --nv' if name == 'apptainer' and host.has_gpus else ''}")
+    if name == "apptainer" and host.has_gpus:
+        version += ", GPUs by --nv"
+    return ok(name, version)
 
 
 def _last(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(last_line(done.stderr or done.stdout).split()) or "no error message"
 
 
-def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
-    if not host.has_gpus or host.cdi or "nvidia" in query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout:
+def _docker_problem(host: Host, query: RunCommand) -> _Problem | None:
+    if not host.has_gpus or host.cdi:
+        return None
+    runtimes = query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout
+    if "nvidia" in runtimes:
         return None
     return _NO_TOOLKIT, "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
 
 
-def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+def _apptainer_problem(host: Host, query: RunCommand) -> _Problem | None:
     """Return a problem of apptainer: root mounts a .sif by the kernel, a user needs namespaces and squashfuse."""
     if host.uid == 0:
         return None
     built = dict(line.partition("=")[::2] for line in query(["apptainer", "buildcfg"]).stdout.splitlines())
-    if built.get("APPTAINER_SUID_INSTALL") != "1" and (problem := _namespace_problem(host, query)):
-        return problem
-    own = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
-    if host.opens_fuse and own.exists():
+    if built.get("APPTAINER_SUID_INSTALL") != "1":
+        problem = _namespace_problem(host, query)
+        if problem is not None:
+            return problem
+    mounter = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
+    if host.opens_fuse and mounter.exists():
         if host.proctrack not in ("linuxproc", "pgid"):  # which signal every process of a step
             return None
-        text = f"proctrack/{host.proctrack} signals {own}, which mounts a .sif: ranks lose their files while they save"
+        where = f"proctrack/{host.proctrack} signals {mounter}, which mounts a .sif"
+        text = f"{where}: ranks lose their files while they save"
         return text, f"`container.extra_args=[--unsquash]`, {_FOLDER}"
     return _fuse_problem(host, ".sif", "without squashfuse every rank unpacks the .sif at its start")
 
 
-def _enroot_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+def _enroot_problem(host: Host, query: RunCommand) -> _Problem | None:
     without = "without squashfuse it cannot start a .sqsh (pyxis needs none)"
     return _namespace_problem(host, query) or _fuse_problem(host, ".sqsh", without)
 
 
-def _fuse_problem(host: Host, form: str, without_squashfuse: str) -> tuple[str, str] | None:
+def _fuse_problem(host: Host, form: str, without_squashfuse: str) -> _Problem | None:
+    """Return why this user cannot mount image files of a form, `.sif` or `.sqsh`."""
     if not host.opens_fuse:
         text = f"this user may not open /dev/fuse and so cannot start a {form}"
         return text, f"`sudo chmod 0666 /dev/fuse`, {_FOLDER}"
-    return None if host.squashfuse else (without_squashfuse, f"install squashfuse, {_FOLDER}")
+    if not host.squashfuse:
+        return without_squashfuse, f"install squashfuse, {_FOLDER}"
+    return None
 
 
-def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
-    rows = (line.split(":") for line in host.subuid.splitlines())
-    num_ids = sum(int(row[2]) for row in rows if len(row) == 3 and row[0] in (host.user, str(host.uid)))
+def _podman_problem(host: Host, query: RunCommand) -> _Problem | None:
+    num_ids = 0
+    for line in host.subuid.splitlines():
+        match line.split(":"):
+            case [user, _, count] if user in (host.user, str(host.uid)):
+                num_ids += int(count)
     if host.uid and num_ids < _SUB_IDS:
         text = f"{host.user} has no {_SUB_IDS} subordinate ids in /etc/subuid, which images need"
         fix = f"`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {host.user}`"
         return text, f"{fix}, then `podman system migrate`"
-    if problem := _namespace_problem(host, query):
+    problem = _namespace_problem(host, query)
+    if problem is not None:
         return problem
     if host.has_gpus and not host.cdi:
         fix = "`sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
@@ -357,7 +476,7 @@ def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     return None
 
 
-def _namespace_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+def _namespace_problem(host: Host, query: RunCommand) -> _Problem | None:
     """Test whether the user can create user namespaces, because three settings may forbid it."""
     if host.uid == 0:
         return None
@@ -374,7 +493,7 @@ def _namespace_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
 _FOLDER = "or use a folder: `hpcdist image convert --to dir`"
 _NO_TOOLKIT = "containers get no GPUs: neither a CDI description nor NVIDIA's runtime is installed"
 #: By command: name of the runtime, arguments that print its version, and the search for a problem with its fix.
-_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[str, str] | None] | None]] = {
+_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], _Problem | None] | None]] = {
     # docker's client answers without its daemon, so the server's version is requested.
     "docker": ("docker", ["version", "--format", "{{.Server.Version}}"], _docker_problem),
     "podman": ("podman", ["--version"], _podman_problem),

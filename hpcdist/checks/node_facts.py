@@ -36,6 +36,7 @@ LITTLE_SHM_BYTES = 2**28
 IDLE_GPU_MB = 1024
 #: Each rank pays the time of a lookup at its start.
 SLOW_LOOKUP_S = 1.0
+_MIB = 2**20
 
 
 def read_facts(
@@ -96,14 +97,18 @@ def read_checkpoint_folder(folder: Path) -> dict[str, Any]:
 
 def driver_checks(versions: Mapping[str, str]) -> Iterator[Check]:
     """Check whether the driver supports the CUDA version of torch; nothing is reported if one of them is unknown."""
-    if old := driver_problem(versions.get("cuda", ""), versions.get("driver", "")):
+    needed = driver_problem(versions.get("cuda", ""), versions.get("driver", ""))
+    if needed:
         where = "https://pytorch.org/get-started/locally"
         fix = f"update the driver, or use a torch (or an image) for an older CUDA: {where}"
-        yield failure("driver", f"torch {versions.get('torch', '')} needs {old}", fix)
+        yield failure("driver", f"torch {versions.get('torch', '')} needs {needed}", fix)
 
 
 def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
-    name, used_mb, total_mb = f"GPU {gpu['index']}", gpu["used_mb"] or 0, gpu["total_mb"] or 0
+    """Report memory errors, throttling and other users of a GPU, given the values of a `Gpu`."""
+    name = f"GPU {gpu['index']}"
+    used_mb = gpu["used_mb"] or 0
+    total_mb = gpu["total_mb"] or 0
     if gpu["uncorrected_errors"]:
         text = f"has {gpu['uncorrected_errors']} uncorrected memory errors since its driver was loaded"
         fix = f"an administrator drains the node and resets it (`nvidia-smi --gpu-reset -i {gpu['index']}`); if errors"
@@ -113,20 +118,27 @@ def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
         text = f"is throttled: {', '.join(gpu['throttled'])}"
         yield warning(name, text, "check cooling and power, or exclude the node")
     if used_mb > IDLE_GPU_MB:
-        who = f" by process {', '.join(map(str, gpu['pids']))}" if gpu["pids"] else ""
+        text = f"has {used_mb:,} of {total_mb:,} MB in use"
+        if gpu["pids"]:
+            text += f" by process {', '.join(map(str, gpu['pids']))}"
         level: Level = "failure" if used_mb * 2 > total_mb > 0 else "warning"
         fix = "find their owner (`nvidia-smi`; `ps -fp PID`), and end leftover processes"
-        yield Check(name=name, level=level, text=f"has {used_mb:,} of {total_mb:,} MB in use{who}", fix=fix)
+        yield Check(name=name, level=level, text=text, fix=fix)
 
 
 def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -> Iterator[Check]:
     """Check the free space and inodes of the file system of checkpoints, given a result of `storage.describe`."""
-    where, size = disk["folder"], checkpoint_bytes
+    where = disk["folder"]
     fix = f"remove old runs or checkpoints (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
-    if disk["free"] < (2 * size if size else LITTLE_DISK_BYTES):
-        need = f"the last checkpoint had {size / MB:,.0f} MB" if size else "possibly too little for a checkpoint"
-        level: Level = "failure" if disk["free"] < (size or NO_DISK_BYTES) else "warning"
-        yield Check(name="disk", level=level, text=f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}", fix=fix)
+    little_bytes, no_bytes = LITTLE_DISK_BYTES, NO_DISK_BYTES
+    need = "possibly too little for a checkpoint"
+    if checkpoint_bytes:
+        little_bytes, no_bytes = 2 * checkpoint_bytes, checkpoint_bytes
+        need = f"the last checkpoint had {checkpoint_bytes / MB:,.0f} MB"
+    if disk["free"] < little_bytes:
+        level: Level = "failure" if disk["free"] < no_bytes else "warning"
+        text = f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}"
+        yield Check(name="disk", level=level, text=text, fix=fix)
     if disk.get("free_files", FEW_FILES) < FEW_FILES:
         level = "failure" if disk["free_files"] < NO_FILES else "warning"
         text = f"{disk['free_files']:,} more files can be created in {where} (`df -i {where}`)"
@@ -134,8 +146,9 @@ def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -
 
 
 def shm_checks(free_bytes: int) -> Iterator[Check]:
+    """Report too little free memory in /dev/shm."""
     if free_bytes < LITTLE_SHM_BYTES:
-        text = f"{free_bytes / 2**20:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
+        text = f"{free_bytes / _MIB:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
         fix = "start the container with --shm-size=8g or --ipc=host, or remove leftover files there"
         yield warning("shm", text, fix)
 
@@ -159,10 +172,12 @@ def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def loopback_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
+    """Report a name whose address, in the result of `look_up`, is that of the machine itself."""
     if is_loopback(look):
         text = f"{called} resolves to {look['address']}, which other nodes cannot reach"
         yield failure("names", text, "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)")
 
 
 def is_loopback(look: Mapping[str, Any]) -> bool:
+    """Return whether the address in the result of `look_up` is a loopback address; False without an address."""
     return str(look.get("address", "")).startswith("127.")

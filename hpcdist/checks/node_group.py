@@ -48,11 +48,12 @@ LEAVE_S = 5.0
 
 
 def join(run_folder: Path, attempt: int, join_s: float) -> dict[str, Any]:
-    """Return what this node sees of the group of all nodes of the step that it runs in.
+    """Join the group of all nodes of the step, and return what this node has seen in it.
 
-    `joined`: whether it has reached the store; `error`: why it has not gone through all stages; `connections`: by
-    node, why there is none, empty if there is one; `compute_s`: seconds of the computation; `received_s`: seconds of a
-    transfer by its source. What was not measured is missing.
+    Returns:
+        `joined`: whether it has reached the store; `error`: why it has not gone through all stages; `connections`: by
+        node, why there is none, empty if there is one; `compute_s`: seconds of the computation; `received_s`: seconds
+        of a transfer by its source. Values that were not measured are missing.
     """
     found: dict[str, Any] = {"joined": False}
     stages = None
@@ -66,7 +67,8 @@ def join(run_folder: Path, attempt: int, join_s: float) -> dict[str, Any]:
         stages = Stages(store, topology.world_size)
         stages.meet("joined", join_s - (time.monotonic() - began))
         found["connections"] = connect(topology, store, stages)
-        store.add("failures", sum(map(bool, found["connections"].values())))
+        num_failures = sum(reason != "" for reason in found["connections"].values())
+        store.add("failures", num_failures)
         stages.meet("connected", STAGE_S)
         if store.add("failures", 0) == 0:
             found["compute_s"] = computation_s()
@@ -101,9 +103,10 @@ class Stages:
 
 
 def connect(topology: Topology, store: Store, stages: Stages) -> dict[str, str]:
-    """Connect to a new port of the next node of each ring; return why that fails, by node, empty if it works.
+    """Connect to a new port of the next node of each ring. The kernel accepts the connections; no data is sent.
 
-    The kernel accepts the connections; no data is sent.
+    Returns:
+        By node, why the connection fails; empty if it works.
     """
     hosts, rank = topology.hosts, topology.rank
 
@@ -161,7 +164,9 @@ def _timed_transfers(source: int, target: int) -> Sequence[float]:
     arriving = torch.empty_like(leaving)
     slowest = torch.zeros(1)
     seconds: list[float] = []
-    while len(seconds) < TRANSFERS and (len(seconds) < MIN_TRANSFERS or slowest.item() < LONG_S):
+    while len(seconds) < TRANSFERS:
+        if len(seconds) >= MIN_TRANSFERS and slowest.item() >= LONG_S:
+            break
         dist.barrier()
         began = time.perf_counter()
         sending = dist.isend(leaving, target)

@@ -1,4 +1,4 @@
-"""Links between the nodes of a job: which are tried, and to which nodes bad ones are due. Pure functions.
+"""Links between the nodes of a job: which ones are tried, and which nodes cause the bad ones. Pure functions.
 
 Differences between nodes must be large, and values that suffice for training are not reported however much they differ.
 """
@@ -25,8 +25,9 @@ TRANSFER_BYTES = 2**20
 SLOW, UNFIT = 4.0, 10.0
 #: Links that are at least this fast are never slow.
 SUFFICIENT_BYTES_S = 125 * MB
-#: Two nodes have no others to compare with: the rate of a 100 Mbit/s link.
+#: A pair of nodes has no others to compare with: its link is slow below the rate of one with 100 Mbit/s.
 LITTLE_BYTES_S = 12.5 * MB
+_PAIR = 2
 #: Number of names in a sentence, and of single links that are reported.
 SHOWN = 4
 
@@ -37,14 +38,17 @@ OPEN_PORTS = (
 
 
 def shifts(num_nodes: int) -> list[int]:
-    """Return by how many places each ring passes data on, evenly spread: near nodes may share a switch."""
+    """Return by how many places each ring passes data on.
+
+    The distances are spread evenly, because near nodes may share a switch.
+    """
     others = num_nodes - 1
     count = min(MAX_RINGS, others)
     return [1 + number * others // count for number in range(count)]
 
 
 def blame(links: Collection[Link], bad: Collection[Link]) -> tuple[list[str], list[Link]]:
-    """Return the nodes to which bad links are due, the worst first, and the other bad links.
+    """Return the nodes that cause bad links, the worst first, and the bad links that no node explains.
 
     A node is blamed if all its links in one direction are bad, and there are at least two. A healthy node beside it has
     good links with others. Of two nodes it is unknown which one is the cause.
@@ -64,19 +68,18 @@ def blame(links: Collection[Link], bad: Collection[Link]) -> tuple[list[str], li
 
 def _is_culprit(node: str, links: Collection[Link], bad: Collection[Link]) -> bool:
     for direction in (0, 1):
-        own = [link for link in links if link[direction] == node]
-        if len(own) > 1 and all(link in bad for link in own):
+        links_of_node = [link for link in links if link[direction] == node]
+        if len(links_of_node) > 1 and all(link in bad for link in links_of_node):
             return True
     return False
 
 
 def connection_checks(seen: Seen) -> Iterator[Check]:
     """Report nodes that others cannot reach, or that cannot reach others."""
-    tried: dict[Link, str] = {
-        (source, target): reason
-        for source, group in seen.items()
-        for target, reason in group.get("connections", {}).items()
-    }
+    tried: dict[Link, str] = {}
+    for source, group in seen.items():
+        for target, reason in group.get("connections", {}).items():
+            tried[source, target] = reason
     reasons = {link: reason for link, reason in tried.items() if reason}
     nodes, left = blame(tried, reasons)
     for node in nodes:
@@ -93,11 +96,11 @@ def connection_checks(seen: Seen) -> Iterator[Check]:
 
 def rates(seen: Seen) -> dict[Link, float]:
     """Return bytes per second of the transfers, by their source and target."""
-    return {
-        (source, target): TRANSFER_BYTES / seconds
-        for target, group in seen.items()
-        for source, seconds in group.get("received_s", {}).items()
-    }
+    found = {}
+    for target, group in seen.items():
+        for source, seconds in group.get("received_s", {}).items():
+            found[source, target] = TRANSFER_BYTES / seconds
+    return found
 
 
 def rate_checks(found: Mapping[Link, float]) -> Iterator[Check]:
@@ -105,21 +108,23 @@ def rate_checks(found: Mapping[Link, float]) -> Iterator[Check]:
     if not found:
         return
     ends = {node for link in found for node in link}
-    # Most links may be slow: of nodes behind the same uplink, or with a slow node.
-    fastest = sorted(max(rate for link, rate in found.items() if node in link) for node in ends)
-    usual = fastest[len(fastest) // 2]
+    # The usual rate is the median of each node's fastest link. Most links may be slow: those of nodes behind the same
+    # uplink, or those with a slow node.
+    fastest = [max(rate for link, rate in found.items() if node in link) for node in ends]
+    usual = sorted(fastest)[len(fastest) // 2]
     slow = [link for link, rate in found.items() if rate * SLOW < usual and rate < SUFFICIENT_BYTES_S]
-    for node in blame(found, slow)[0]:
-        own = median(found[link] for link in slow if node in link)
-        text = f"{own / MB:,.1f} MB/s to or from it, {usual / MB:,.0f} MB/s between the other nodes"
+    slow_nodes, _ = blame(found, slow)
+    for node in slow_nodes:
+        rate_of_node = median(found[link] for link in slow if node in link)
+        text = f"{rate_of_node / MB:,.1f} MB/s to or from it, {usual / MB:,.0f} MB/s between the other nodes"
         fix = (
             "check its cable, port and speed (`ethtool`) and the MTUs along the path (`ping -M do -s 1472 NODE`),"
             f" or exclude it (cluster.exclude={node})"
         )
-        yield Check(name="network", level=_level(usual / own), text=text, fix=fix, node=node)
-    if len(ends) == 2 and usual < LITTLE_BYTES_S:
-        one, other = sorted(ends)
-        text = f"{usual / MB:,.1f} MB/s between {one} and {other}, too slow for training"
+        yield Check(name="network", level=_level(usual / rate_of_node), text=text, fix=fix, node=node)
+    if len(ends) == _PAIR and usual < LITTLE_BYTES_S:
+        first, second = sorted(ends)
+        text = f"{usual / MB:,.1f} MB/s between {first} and {second}, too slow for training"
         fix = (
             "check their cables, ports and speeds (`ethtool`), and the MTUs along the path (`ping -M do -s 1472 NODE`)"
         )

@@ -35,6 +35,7 @@ class ProbeRequest:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Return the request that `probe_command` has written."""
         return cls(**json.loads(text))
 
 
@@ -57,6 +58,7 @@ def witness_in(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def main() -> None:
+    """Print the facts of this node, and again with those of the group of all nodes if the request asks for it."""
     request = ProbeRequest.from_json(sys.argv[1])
     node = node_name(os.environ)
     facts: dict[str, Any] = {"node": node}
@@ -68,7 +70,7 @@ def main() -> None:
         os.environ,
     )
     print_answer(facts)
-    # Without the run folder there is no key, without which a node cannot join.
+    # A node joins with a key from the run folder.
     if request.attempt is not None and facts["witness"]:
         print_answer({**facts, "group": _join(request)})
     sys.stdout.flush()

@@ -24,6 +24,8 @@ ORDER = (
 SKEW_S = 2.0
 #: A lease is renewed every 10 s and stale after 60 s by the reader's clock.
 FATAL_SKEW_S = 30.0
+#: Number of equal results that are merged, if more than half of the nodes share them.
+_MIN_MERGED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +70,20 @@ def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
         # Without its own name and numbers.
         text = re.sub(r"\d+([.,]\d+)*", "#", check.text.replace(check.node or "\0", "\0"))
         alike.setdefault((check.name, check.level, text), []).append(check)
-    found = []
+    merged = []
     for group in alike.values():
-        if len(group) < 2 or len(group) * 2 <= num_nodes or not group[0].node:
-            found += group
-            continue
-        where = f"all {num_nodes} nodes" if len(group) == num_nodes else f"{len(group)} of {num_nodes} nodes"
-        names = few([check.node for check in group], SHOWN)
+        is_shared = len(group) >= _MIN_MERGED and len(group) * 2 > num_nodes
         first = group[0]
+        if not is_shared or not first.node:
+            merged += group
+            continue
+        where = f"{len(group)} of {num_nodes} nodes"
+        if len(group) == num_nodes:
+            where = f"all {num_nodes} nodes"
+        names = few([check.node for check in group], SHOWN)
         fix = first.fix.replace(f" on {first.node}", " on each of them")
-        found.append(replace(first, node="", text=f"on {where} ({names}): {first.text}", fix=fix))
-    return found
+        merged.append(replace(first, node="", text=f"on {where} ({names}): {first.text}", fix=fix))
+    return merged
 
 
 def _versions(needs: Needs, answers: Answers) -> Iterator[Check]:
@@ -98,7 +103,9 @@ def _versions(needs: Needs, answers: Answers) -> Iterator[Check]:
             if text == usual:
                 continue
             name = {"source": "the code of hpcdist", "nccl": "NCCL"}.get(key, key)
-            others = "the first node has" if num_usual == 1 else f"the other {num_usual} nodes have"
+            others = f"the other {num_usual} nodes have"
+            if num_usual == 1:
+                others = "the first node has"
             is_patch = key == "python" and text.split(".")[:2] == usual.split(".")[:2]
             yield Check(
                 name="version",
@@ -113,7 +120,10 @@ def _versions(needs: Needs, answers: Answers) -> Iterator[Check]:
 def _usual_value(values: Iterable[Any]) -> Any:
     """Return the most frequent value, the first of several; None if there are none."""
     counted = Counter(values).most_common(1)
-    return counted[0][0] if counted else None
+    if not counted:
+        return None
+    value, _ = counted[0]
+    return value
 
 
 def _software(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -123,7 +133,8 @@ def _software(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
     if "versions" not in answer:
         text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
-        yield Check(name="driver", level="failure" if needs.gpus_per_node else "warning", text=text, fix=fix)
+        level: Level = "failure" if needs.gpus_per_node else "warning"
+        yield Check(name="driver", level=level, text=text, fix=fix)
     elif needs.gpus_per_node:
         yield from node_facts.driver_checks(answer["versions"])
 
@@ -147,12 +158,14 @@ def _loopback(needs: Needs, answers: Answers) -> Iterator[Check]:
 def _gpus(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not needs.gpus_per_node or "gpus" not in answer:
         return
-    seen, asked = answer.get("visible_gpus", 0), needs.gpus_per_node
-    if seen < asked:
-        silent = not answer["gpus"] and answer.get("gpu_device_files", 0)
-        text = f"{seen} of {asked} GPUs are usable" + ("; the driver fails or does not answer" if silent else "")
+    num_usable = answer.get("visible_gpus", 0)
+    if num_usable < needs.gpus_per_node:
+        text = f"{num_usable} of {needs.gpus_per_node} GPUs are usable"
+        if not answer["gpus"] and answer.get("gpu_device_files", 0):
+            text += "; the driver fails or does not answer"
         fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
-        yield Check(name="gpu", level="warning" if needs.backend == "gloo" else "failure", text=text, fix=fix)
+        level: Level = "warning" if needs.backend == "gloo" else "failure"
+        yield Check(name="gpu", level=level, text=text, fix=fix)
     for gpu in answer["gpus"]:
         for check in node_facts.gpu_checks(gpu):
             yield replace(check, name="gpu", text=f"{check.name} {check.text}")
@@ -164,7 +177,8 @@ def _disk(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]
     if not answer["witness"]:
         return  # another folder than that of the checkpoints
     disk = answer["checkpoints"]
-    if problem := disk.get("error") or disk.get("write_error"):
+    problem = disk.get("error") or disk.get("write_error")
+    if problem:
         where = disk["folder"]
         text = f"checkpoints cannot be written to {where}: {problem}"
         if disk.get("free", NO_DISK_BYTES) < NO_DISK_BYTES:
@@ -230,8 +244,8 @@ def _reason(group: Mapping[str, Any]) -> str:
 def _summary(needs: Needs, answers: Answers) -> Check:
     text = f"{len(answers)} of {len(needs.nodes)} nodes answered"
     seen = {node: answer.get("group", {}) for node, answer in answers.items()}
-    found = node_links.rates(seen).values()
-    if found:
-        usual, slowest = median(found) / MB, min(found) / MB
-        text += f"; {len(found)} links at {usual:,.0f} MB/s, the slowest at {slowest:,.0f}"
+    rates = node_links.rates(seen).values()
+    if rates:
+        usual, slowest = median(rates) / MB, min(rates) / MB
+        text += f"; {len(rates)} links at {usual:,.0f} MB/s, the slowest at {slowest:,.0f}"
     return ok("preflight", text)
