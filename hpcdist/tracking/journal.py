@@ -42,10 +42,12 @@ log = logging.getLogger(__name__)
 
 
 def hash_suffix(name: str) -> str:
+    """Return the end of a changed name: a hash of the original name."""
     return "--" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def is_allowed(name: str) -> bool:
+    """Return whether MLflow accepts a name as it is."""
     return (
         0 < len(name) <= MAX_NAME
         and not _NOT_IN_NAMES.search(name)
@@ -60,10 +62,15 @@ def clean_name(name: str) -> str:
     """Return `name` as MLflow accepts it: `loss[0]` becomes `loss_0_--` and 12 hexadecimal digits, with a warning."""
     if is_allowed(name) and not _SUFFIX.fullmatch(name[-_SUFFIX_CHARS:]):
         return name
-    parts = [part for part in _NOT_IN_NAMES.sub("_", name[: 4 * MAX_NAME]).split("/") if part.strip(".")]
-    stem = "/".join(parts)[: MAX_NAME - _SUFFIX_CHARS].rstrip("/") or "_"
-    cleaned = ("_" + stem[1:] if stem.startswith("..") else stem) + hash_suffix(name)
-    shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
+    parts = _NOT_IN_NAMES.sub("_", name[: 4 * MAX_NAME]).split("/")
+    normalized = "/".join(part for part in parts if part.strip("."))
+    stem = normalized[: MAX_NAME - _SUFFIX_CHARS].rstrip("/") or "_"
+    if stem.startswith(".."):
+        stem = "_" + stem[1:]
+    cleaned = stem + hash_suffix(name)
+    shown = name
+    if len(name) > _SHOWN_CHARS:
+        shown = f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
     _note_change(shown, cleaned)
     return cleaned
 
@@ -75,7 +82,9 @@ def _note_change(shown: str, cleaned: str) -> None:
 
 def clean_metric_name(name: str) -> str:
     """Return a metric's name as `clean_name` does, and change the reserved name of the metric `attempt`."""
-    return ATTEMPT_METRIC + hash_suffix(name) if name == ATTEMPT_METRIC else clean_name(name)
+    if name == ATTEMPT_METRIC:
+        return ATTEMPT_METRIC + hash_suffix(name)
+    return clean_name(name)
 
 
 # The journal: metrics of one rank and attempt, one JSON line per record.
@@ -152,18 +161,12 @@ class JournalWriter:
         time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         head = f'{{"t":{time_ms},"s":{number},"m":{{'
         text = f"{head}{','.join(parts)}}}}}\n"
-        if len(text) > MAX_LINE_BYTES:  # several lines of the same time and step
-            groups, size = [[parts[0]]], len(parts[0])
-            for part in parts[1:]:
-                size += len(part) + 1
-                if len(head) + size + len("}}\n") > MAX_LINE_BYTES:
-                    groups.append([])
-                    size = len(part)
-                groups[-1].append(part)
-            text = "".join(f"{head}{','.join(group)}}}}}\n" for group in groups)
+        if len(text) > MAX_LINE_BYTES:
+            text = _several_lines(head, parts)
         self._append(text.encode())
 
     def _name(self, key: object) -> str:
+        """Return the beginning of a metric in a record: its name as JSON, and a colon."""
         if not isinstance(key, str):
             raise UserMistake(f"metric name {key!r} must be a string")
         name = key.encode(errors="replace").decode()
@@ -173,6 +176,7 @@ class JournalWriter:
         return self._names.setdefault(key, f"{text}:")
 
     def _append(self, line: bytes) -> None:
+        """Write a record, or keep it in memory while the disk is unavailable."""
         with self._lock:
             self._pending += line
             failure = self._write()
@@ -197,7 +201,8 @@ class JournalWriter:
 
         def write() -> None:
             with self._lock:
-                if (failure := self._write()) is not None:
+                failure = self._write()
+                if failure is not None:
                     raise failure
                 if durable and self._descriptor >= 0:
                     try:
@@ -218,6 +223,7 @@ class JournalWriter:
             ) from failure
 
     def close(self) -> None:
+        """Write the pending records, and close the file. Raises HpcdistError if that fails."""
         if self._closed:
             return
         try:
@@ -228,6 +234,7 @@ class JournalWriter:
                 self._close()
 
     def _write(self) -> OSError | None:
+        """Write as much of the pending data as possible. Returns the error that ended it, if any."""
         try:
             if self._pending and self._descriptor < 0:
                 self._open()
@@ -242,12 +249,14 @@ class JournalWriter:
         return None
 
     def _rewind(self, num_bytes: int) -> None:
+        """Make the last bytes that were written pending again."""
         if num_bytes:
             self._pending[:0] = self._unsynced[-num_bytes:]
             del self._unsynced[-num_bytes:]
             self._offset -= num_bytes
 
     def _open(self) -> None:
+        """Open the file, and repair its end, or what the file server has lost of it."""
         if self._closed:
             raise OSError("the journal is closed")
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -264,7 +273,8 @@ class JournalWriter:
         except OSError:
             os.close(descriptor)
             raise
-        self._is_new, self._descriptor = False, descriptor
+        self._is_new = False
+        self._descriptor = descriptor
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -273,7 +283,21 @@ class JournalWriter:
             self._descriptor = -1
 
 
+def _several_lines(head: str, parts: list[str]) -> str:
+    """Return a record that is too long for one line as several lines of the same time and step."""
+    groups = [[parts[0]]]
+    size = len(parts[0])
+    for part in parts[1:]:
+        size += len(part) + 1
+        if len(head) + size + len("}}\n") > MAX_LINE_BYTES:
+            groups.append([])
+            size = len(part)
+        groups[-1].append(part)
+    return "".join(f"{head}{','.join(group)}}}}}\n" for group in groups)
+
+
 def _number(key: object, value: object) -> float:
+    """Return the value of a metric. Raises UserMistake if it is not a number."""
     cause: Exception | None = None
     if not isinstance(value, (str, bytes, bytearray)):
         try:
@@ -296,6 +320,8 @@ CHUNK_BYTES = MAX_LINE_BYTES
 
 
 class Record(NamedTuple):
+    """The metrics of a step."""
+
     time_ms: int
     step: int
     metrics: dict[str, float]
@@ -310,28 +336,37 @@ class Chunk(NamedTuple):
 
 
 class JournalFile(NamedTuple):
+    """A file in the folder of the journal, and who writes it."""
+
     attempt: int
     rank: int
     path: Path
 
 
 def attempt_of(file_name: str) -> int:
+    """Return the attempt that writes a journal file."""
     return int(file_name.split(".")[0].removeprefix("attempt-"))
 
 
 def journal_files(folder: Path, name: re.Pattern[str] = _FILE_NAME) -> list[JournalFile]:
-    entries = retry.retry(lambda: list(folder.iterdir()), folder)
-    found = [(match, entry) for entry in entries if (match := name.fullmatch(entry.name))]
-    return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
+    """Return the files with metrics, or those with another `name`, in the order of attempts and ranks."""
+    files = []
+    for path in retry.retry(lambda: list(folder.iterdir()), folder):
+        match = name.fullmatch(path.name)
+        if match:
+            files.append(JournalFile(int(match[1]), int(match[2]), path))
+    return sorted(files)
 
 
 def read_records(path: Path, offset: int = 0) -> tuple[list[Record], int]:
     """Return all complete records from `offset` on, and the offset at which the next call continues."""
     records: list[Record] = []
-    while (chunk := read_chunk(path, offset)).offset > offset:
+    while True:
+        chunk = read_chunk(path, offset)
+        if chunk.offset == offset:
+            return records, offset
         records += chunk.records
         offset = chunk.offset
-    return records, offset
 
 
 def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
@@ -348,12 +383,17 @@ def _read_lines(path: Path, offset: int, num_bytes: int, *, final: bool = False)
     """Read at most `num_bytes`, without an incomplete last line unless the file is `final`."""
     data = _read(path, offset, num_bytes)
     end = data.rfind(b"\n") + 1
-    # No line is so long: data without a line end is damaged and is skipped.
-    is_whole = (final and len(data) < num_bytes) or (end == 0 and len(data) == num_bytes)
-    return data if is_whole else data[:end]
+    is_at_end = len(data) < num_bytes
+    if is_at_end and final:
+        return data
+    if not is_at_end and end == 0:  # no line is so long: the data is damaged and is skipped
+        return data
+    return data[:end]
 
 
 def _read(path: Path, offset: int, num_bytes: int) -> bytes:
+    """Return at most `num_bytes` of a file from `offset` on; empty if the file is missing."""
+
     def read() -> bytes:
         with open_regular(path) as file:
             file.seek(offset)
@@ -368,7 +408,8 @@ def _read(path: Path, offset: int, num_bytes: int) -> bytes:
 def _parse(path: Path, offset: int, data: bytes) -> Chunk:
     raws = list(_values(data, path))
     records = [record for raw in raws if (record := _record(raw)) is not None]
-    if broken := len(raws) - len(records):
+    broken = len(raws) - len(records)
+    if broken:
         log.warning("%s: skipped %d damaged line(s) from byte %d on", path, broken, offset)
     return Chunk(records, offset + len(data), broken)
 
@@ -387,14 +428,17 @@ def _values(data: bytes, path: Path) -> Iterator[Any]:
 
 
 def _record(raw: Any) -> Record | None:
+    """Return the record in a JSON value; None if it is none."""
     try:
         time_ms, step, metrics = raw["t"], raw["s"], raw["m"]
         values = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         if len(values) != len(metrics) or type(time_ms) is not int or type(step) is not int:
             return None
-        # The bounds are those of MLflow's columns; names with lone surrogates cannot be sent.
-        "".join(values).encode()
-        return Record(time_ms, step, values) if 0 <= time_ms < 2**63 and -(2**63) <= step < 2**63 else None
+        # The bounds are those of MLflow's columns.
+        if not (0 <= time_ms < 2**63 and -(2**63) <= step < 2**63):
+            return None
+        "".join(values).encode()  # names with lone surrogates cannot be sent
+        return Record(time_ms, step, values)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
 
@@ -428,6 +472,8 @@ def shortened(text: str, limit: int) -> str:
 
 
 class Event(NamedTuple):
+    """What the code of a rank has logged besides metrics."""
+
     kind: str  #: param, tag, dataset or model
     content: Any
 
@@ -449,7 +495,12 @@ class EventWriter(JournalWriter):
 
 
 def event_files(folder: Path) -> list[Path]:
+    """Return the files with events, in the order of attempts and ranks."""
     return [file.path for file in journal_files(folder, _EVENTS_FILE)]
+
+
+def _are_texts(content: dict[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in content.values())
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
@@ -458,10 +509,10 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     events = []
     for raw in _values(data, path):
         match raw:
-            case {"param": dict(content)} | {"tag": dict(content)} if all(
-                isinstance(one, str) for one in content.values()
-            ):
-                events.append(Event("param" if "param" in raw else "tag", content))
+            case {"param": dict(content)} if _are_texts(content):
+                events.append(Event("param", content))
+            case {"tag": dict(content)} if _are_texts(content):
+                events.append(Event("tag", content))
             case {"dataset": dict(content)}:
                 events.append(Event("dataset", content))
             case {"model": str(content)} if re.fullmatch(r"m-[0-9a-f]{32}", content):
@@ -477,6 +528,8 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 @dataclass(kw_only=True)
 class Sent:
+    """A state of the upload in the folder of the journal; the subclasses name its file."""
+
     FILE: ClassVar[str]
     run_id: str = ""  #: of MLflow
 
@@ -490,12 +543,15 @@ class Sent:
         path = folder / cls.FILE
         raw = read_json(path) or {}
         try:
-            found = fill(cls, raw, path)
+            saved = fill(cls, raw, path)
         except RunFolderError:
-            found = cls(run_id=run_id)
-        return found if run_id in ("", found.run_id) else cls(run_id=run_id)
+            return cls(run_id=run_id)
+        if run_id not in ("", saved.run_id):
+            return cls(run_id=run_id)
+        return saved
 
     def save(self, folder: Path) -> None:
+        """Replace the file of the state. Raises TrackingError."""
         path = folder / self.FILE
         try:
             write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))

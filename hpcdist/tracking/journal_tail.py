@@ -21,6 +21,8 @@ LATE_S = 120.0
 
 @dataclass(kw_only=True)
 class Counts:
+    """Numbers of points and lines of an upload."""
+
     num_points: int = 0  #: sent
     num_broken: int = 0  #: lines of the journal that are not records
     num_refused: int = 0  #: points that MLflow rejected
@@ -32,7 +34,7 @@ class JournalTail:
     Memory grows with the number of keys, and with that of steps if they are out of order (`StepSet`).
     """
 
-    def __init__(self, folder: Path, sent: SentPoints, nodes: "NodeCharts | None" = None) -> None:
+    def __init__(self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None) -> None:
         self._folder = folder
         # Of a script, reports read the newest attempt first: the earlier ones count before its steps.
         self._is_reversed = sent.newest_counts and nodes is None
@@ -97,42 +99,59 @@ class JournalTail:
     def new_points(self, chunks: dict[str, journal.Chunk]) -> list[Point]:
         """Return the points of `chunks` that MLflow does not have, and record them as sent."""
         points: list[Point] = []
-        records = ((journal.attempt_of(name), record) for name, chunk in chunks.items() for record in chunk.records)
-        for attempt, record in records if self._nodes is None else self._nodes.reduce(chunks, self._sent.closing):
-            self._add(attempt, record, points)
+        if self._nodes is not None:
+            for attempt, record in self._nodes.reduce(chunks, self._sent.closing):
+                self._add(attempt, record, points)
+        else:
+            for name, chunk in chunks.items():
+                attempt = journal.attempt_of(name)
+                for record in chunk.records:
+                    self._add(attempt, record, points)
         self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 
     def _add(self, attempt: int, record: journal.Record, points: list[Point]) -> None:
+        """Append the points of a record that MLflow does not have to `points`."""
         time_ms, step, metrics = record
         for raw, value in metrics.items():
             key = journal.clean_metric_name(raw)
             if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
                 points.append(Point(key, value, time_ms, step))
-                if (seen := self._seen.get(attempt)) is not None:
+                seen = self._seen.get(attempt)
+                if seen is not None:
                     seen[key].add(step)
         # System metrics count seconds, not steps.
         has_steps = any(not key.startswith("system/") for key in metrics)
-        if has_steps and (mark := self._sent.mark(attempt, step)) is not None:
+        mark = self._sent.mark(attempt, step) if has_steps else None
+        if mark is not None:
             points.append(Point(journal.ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
         """Return whether a step was sent: the journal is read again once, when a step first does not increase."""
         seen = self._seen.get(attempt)
         if seen is None:
-            seen = self._seen[attempt] = defaultdict(StepSet)
-            for file in journal.journal_files(self._folder):
-                offset, end = 0, self._sent.offsets.get(file.path.name, 0)
-                while file.attempt == attempt and offset < end:
-                    chunk = journal.read_chunk(file.path, offset)
-                    if chunk.offset == offset:
-                        break
-                    if chunk.offset > end:
-                        chunk = journal.read_range(file.path, offset, end)
-                    for record in chunk.records:
-                        for raw in record.metrics:
-                            seen[journal.clean_metric_name(raw)].add(record.step)
-                    offset = chunk.offset
+            seen = self._read_steps(attempt)
             for point in points:  # all of this attempt
                 seen[point.key].add(point.step)
+            self._seen[attempt] = seen
         return step in seen[key]
+
+    def _read_steps(self, attempt: int) -> dict[str, StepSet]:
+        """Return by metric the steps of an attempt in the parts of its journal that were sent."""
+        seen: dict[str, StepSet] = defaultdict(StepSet)
+        for file in journal.journal_files(self._folder):
+            if file.attempt != attempt:
+                continue
+            offset = 0
+            end = self._sent.offsets.get(file.path.name, 0)
+            while offset < end:
+                chunk = journal.read_chunk(file.path, offset)
+                if chunk.offset == offset:
+                    break
+                if chunk.offset > end:
+                    chunk = journal.read_range(file.path, offset, end)
+                for record in chunk.records:
+                    for raw in record.metrics:
+                        seen[journal.clean_metric_name(raw)].add(record.step)
+                offset = chunk.offset
+        return seen

@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ log = logging.getLogger(__name__)
 _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
 #: Exceptions of the client if a field of a response is missing or has another type, which the client does not check.
 _MALFORMED = (ParseError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+#: Length of a reason in a message, and of the text of an exception that is searched for it: some contain whole pages.
+_MAX_REASON = 300
+_MAX_ERROR_TEXT = 10_000
 
 
 @contextmanager
@@ -87,17 +91,19 @@ def translated(uri: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(redact_text(str(error)[:10_000]).split())
-    return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+    text = " ".join(redact_text(str(error)[:_MAX_ERROR_TEXT]).split())
+    if len(text) > _MAX_REASON:
+        return f"{text[:_MAX_REASON]}…"
+    return text
 
 
 def all_pages(search: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    token = None
-    while True:
-        page = search(*args, page_token=token, **kwargs)
+    """Yield the results of all pages of a search of MLflow's client."""
+    page = search(*args, page_token=None, **kwargs)
+    yield from page
+    while page.token:
+        page = search(*args, page_token=page.token, **kwargs)
         yield from page
-        if not (token := page.token):
-            return
 
 
 @contextmanager
@@ -112,9 +118,9 @@ def tolerated(code: str) -> Iterator[None]:
 
 def is_unsupported(error: TrackingError) -> bool:
     """Return whether a request failed because the server or the store, such as an older MLflow, does not have it."""
-    return error.code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED") or (
-        " error code 404 " in str(error.__cause__)  # a page instead of MLflow's JSON
-    )
+    if error.code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED"):
+        return True
+    return " error code 404 " in str(error.__cause__)  # a page instead of MLflow's JSON
 
 
 def require_id(value: object, kind: str) -> str:
@@ -133,8 +139,9 @@ def open_client(uri: str) -> MlflowClient:
     """
     database = sqlite_path(uri)
     if is_server(uri):
+        credentials = credentials_file(os.environ)
         try:
-            if (credentials := credentials_file(os.environ)).exists():
+            if credentials.exists():
                 require_private(credentials)
         except UserMistake as error:
             raise TrackingError(f"MLflow at {redact_text(uri)}: {error}") from error
@@ -186,16 +193,19 @@ _UNREACHABLE = re.compile(
     re.DOTALL,
 )
 #: Error codes of MLflow's JSON answers that a server or gateway gives independently of the content of the request.
-_CODES = {
-    "UNAUTHENTICATED": 401,
-    "CUSTOMER_UNAUTHORIZED": 401,
-    "PERMISSION_DENIED": 403,
-    "ENDPOINT_NOT_FOUND": 404,
-    "REQUEST_LIMIT_EXCEEDED": 429,
-    "RESOURCE_EXHAUSTED": 429,
-    "TEMPORARILY_UNAVAILABLE": 503,
+_CODES: dict[str, int] = {
+    "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
+    "CUSTOMER_UNAUTHORIZED": HTTPStatus.UNAUTHORIZED,
+    "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
+    "ENDPOINT_NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "REQUEST_LIMIT_EXCEEDED": HTTPStatus.TOO_MANY_REQUESTS,
+    "RESOURCE_EXHAUSTED": HTTPStatus.TOO_MANY_REQUESTS,
+    "TEMPORARILY_UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
 }
-_NOT_AN_API = frozenset({404, 405, 410, 501})
+#: Answers of a server that does not have the address of a request.
+_NOT_AN_API = frozenset(
+    {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.GONE, HTTPStatus.NOT_IMPLEMENTED}
+)
 _CAUSES = {
     413: "the request is too large for the server or its proxy (413): raise the limit there, such as"
     " `client_max_body_size` of nginx",
@@ -206,35 +216,45 @@ _CAUSES = {
 
 def explanation(error: Exception, uri: str) -> str:
     """Return cause and fix of a failed request; empty if the error of MLflow's client itself says more."""
-    text = str(error)[:10_000]
-    found = _STATUS.search(text)
-    status = int(next(filter(None, found.groups()))) if found else _CODES.get(str(getattr(error, "error_code", "")), 0)
-    if status in (401, 403):
+    text = str(error)[:_MAX_ERROR_TEXT]
+    status = int(_CODES.get(str(getattr(error, "error_code", "")), 0))
+    match = _STATUS.search(text)
+    if match:
+        status = int(next(filter(None, match.groups())))
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return _refused(status, text, uri)
     if status in _NOT_AN_API:
-        own, other = version("mlflow"), server_version(uri)
-        if not other:
-            return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
-        if other == own:
-            return f"the server with MLflow {own}, like this client, does not know the request ({status}): see its log"
-        return (
-            f"the server has MLflow {other} and does not know a request of this client's MLflow {own} ({status}):"
-            " install the same version on both sides"
-        )
+        return _unknown_request(status, uri)
     if status in _CAUSES:
         return _CAUSES[status]
     if "<" in text.partition(" Response body: ")[2][:200]:
         return (
             "The response is an HTML page: check that this is the address of an MLflow server, and not of a login page"
         )
-    if found := _UNREACHABLE.search(text):
-        return f"the server cannot be reached ({found[1] or 'timeout'}): check the address, and whether it runs"
+    match = _UNREACHABLE.search(text)
+    if match:
+        reason = match[1] or "timeout"
+        return f"the server cannot be reached ({reason}): check the address, and whether it runs"
     if "Exceeded 30 redirects" in text:
         return "the server redirects without end (redirects to a login page?): check that this is MLflow's address"
     return ""
 
 
+def _unknown_request(status: int, uri: str) -> str:
+    """Explain why a server does not know a request: it is not MLflow's, or has another version."""
+    own, other = version("mlflow"), server_version(uri)
+    if not other:
+        return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
+    if other == own:
+        return f"the server with MLflow {own}, like this client, does not know the request ({status}): see its log"
+    return (
+        f"the server has MLflow {other} and does not know a request of this client's MLflow {own} ({status}):"
+        " install the same version on both sides"
+    )
+
+
 def _refused(status: int, text: str, uri: str) -> str:
+    """Explain why a server refuses a request, by the credentials that the client has sent."""
     if "Invalid Host header" in text:
         host = urlsplit(uri).netloc.rpartition("@")[2]
         return (
@@ -242,17 +262,19 @@ def _refused(status: int, text: str, uri: str) -> str:
             f" `--allowed-hosts {host}`"
         )
     try:
-        own = read_credentials(uri, os.environ)
+        credentials = read_credentials(uri, os.environ)
     except UserMistake as mistake:
         return str(mistake)
-    if status == 403:
+    if status == HTTPStatus.FORBIDDEN:
+        user = f"user {credentials.user}" if credentials.user else "this user"
         return (
-            f"{f'user {own.user}' if own.user else 'this user'} lacks the permission for the request (403): the owner"
-            " of the experiment or an administrator grants EDIT"
+            f"{user} lacks the permission for the request (403): the owner of the experiment or an administrator"
+            " grants EDIT"
         )
-    if own.user:
-        return f"the server does not accept user {own.user} with this password (401): check {own.source}"
-    if own.token:
+    if credentials.user:
+        user, source = credentials.user, credentials.source
+        return f"the server does not accept user {user} with this password (401): check {source}"
+    if credentials.token:
         return (
             "the server does not accept the token in MLFLOW_TRACKING_TOKEN (401), which may have expired: set a new one"
         )
@@ -271,12 +293,16 @@ def server_version(uri: str) -> str:
         response = http_request(get_default_host_creds(uri), "/version", "GET", max_retries=0, timeout=5)
     except MlflowException:
         return ""
-    return version_in(response.text[:100]) if response.status_code == 200 else ""
+    if response.status_code != HTTPStatus.OK:
+        return ""
+    return version_in(response.text[:100])
 
 
 UID_TAG = "hpcdist.run_uid"
 #: Limits of one request to MLflow.
 _MAX_METRICS, _MAX_TAGS = 1000, 100
+#: Prefix of the tag with the new value of a parameter.
+_CHANGED = "hpcdist.changed."
 
 
 def clean_text(text: str) -> str:
@@ -312,10 +338,7 @@ class MlflowRun:
                     f" remove {run.mlflow} to upload everything again as a new run"
                 )
             if found is None:  # also if `mlflow.json` names a run of another store
-                experiment, uid = self._experiment(), saved["run_uid"]
-                same = self.client.search_runs([experiment], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
-                start_ms, tags = int(began_of(run) * 1000), {UID_TAG: uid}
-                found = same[0] if same else self.client.create_run(experiment, start_ms, tags, run_name=run.name)
+                found = self._find_or_create(saved["run_uid"])
             self.start_ms = int(found.info.start_time or 0)
             self.run_id = require_id(found.info.run_id, "a run")
             self.experiment_id = require_id(found.info.experiment_id, "a run's experiment")
@@ -323,28 +346,39 @@ class MlflowRun:
         if saved | ids != saved:
             write_json(run.mlflow, saved | ids, durable=True)
 
+    def _find_or_create(self, uid: str) -> entities.Run:
+        """Return the run with a tag UID_TAG, which an earlier process may have created."""
+        experiment = self._experiment()
+        same = self.client.search_runs([experiment], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
+        if same:
+            return same[0]
+        start_ms = int(began_of(self._folder) * 1000)
+        return self.client.create_run(experiment, start_ms, {UID_TAG: uid}, run_name=self._folder.name)
+
     def _get(self, run_id: str) -> entities.Run | None:
-        found = None
+        """Return a run; None if it does not exist. Raises TrackingError if it is deleted."""
+        run = None
         with tolerated("RESOURCE_DOES_NOT_EXIST"):
-            found = self.client.get_run(run_id)
-        if found is not None and found.info.lifecycle_stage == "deleted":
+            run = self.client.get_run(run_id)
+        if run is not None and run.info.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"run {run_id} is deleted in MLflow at {redact_text(self.uri)}: restore it with"
                 f" `mlflow runs restore --run-id {run_id}`"
             )
-        return found
+        return run
 
     def _experiment(self) -> str:
+        """Return the id of the experiment, which is created if it does not exist."""
         name = self._folder.experiment
-        for _ in range(2):
-            found = self.client.get_experiment_by_name(name)
-            if found is not None and found.lifecycle_stage == "deleted":
+        for _ in range(2):  # another process may create it at the same time
+            experiment = self.client.get_experiment_by_name(name)
+            if experiment is not None and experiment.lifecycle_stage == "deleted":
                 raise TrackingError(
                     f"experiment {name} is deleted in MLflow at {redact_text(self.uri)}: restore it with `mlflow"
-                    f" experiments restore --experiment-id {found.experiment_id}`, or choose another `experiment`"
+                    f" experiments restore --experiment-id {experiment.experiment_id}`, or choose another `experiment`"
                 )
-            if found is not None:
-                return require_id(found.experiment_id, "an experiment")
+            if experiment is not None:
+                return require_id(experiment.experiment_id, "an experiment")
             with tolerated("RESOURCE_ALREADY_EXISTS"):
                 location = self._artifact_location(name)
                 return require_id(self.client.create_experiment(name, location), "an experiment")
@@ -356,15 +390,20 @@ class MlflowRun:
             return None
         database = sqlite_path(self.uri)
         place = database.parent if database is not None else own_place(self._folder.path.parent.parent)
-        make_private(folder := place / "mlartifacts")  # it holds copies of private files
+        folder = place / "mlartifacts"
+        make_private(folder)  # it holds copies of private files
         return (folder.absolute() / experiment).as_uri()
 
     def log_points(self, points: Sequence[Point]) -> int:
         """Log points. Returns the number that MLflow rejects permanently, each with a warning."""
         metrics = [entities.Metric(*point) for point in points]
-        return sum(self._log_batch(metrics[start:][:_MAX_METRICS]) for start in range(0, len(metrics), _MAX_METRICS))
+        num_rejected = 0
+        for start in range(0, len(metrics), _MAX_METRICS):
+            num_rejected += self._log_batch(metrics[start : start + _MAX_METRICS])
+        return num_rejected
 
     def _log_batch(self, metrics: list[entities.Metric]) -> int:
+        """Send one request, or several smaller ones if it is rejected. Returns the number of rejected metrics."""
         try:
             with translated(self.uri):
                 self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
@@ -382,6 +421,7 @@ class MlflowRun:
             return self._log_batch(metrics[:middle]) + self._log_batch(metrics[middle:])
 
     def require_active(self) -> None:
+        """Raise TrackingError if the run is deleted or no longer in MLflow."""
         with translated(self.uri):
             if self._get(self.run_id) is None:
                 raise TrackingError(f"run {self.run_id} is no longer in MLflow at {redact_text(self.uri)}")
@@ -392,16 +432,22 @@ class MlflowRun:
         params = {key: self._cut("parameter", key, value, MAX_PARAM) for key, value in whole.items()}
         with translated(self.uri):
             data = self.client.get_run(self.run_id).data
-            logged, tag = data.params, "hpcdist.changed.{}".format
+            logged = data.params
             # Earlier versions cut values without a mark.
             params |= {key: value[:MAX_PARAM] for key, value in whole.items() if logged.get(key) == value[:MAX_PARAM]}
             new = [entities.Param(key, value) for key, value in params.items() if key not in logged]
             for start in range(0, len(new), _MAX_TAGS):
                 self.client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
-        # Without such a tag nothing looks up its name, about which `clean_name` would warn.
-        has_tags = any(key.startswith(tag("")) for key in data.tags)
-        changed = {tag(k): (v, logged.get(k, v)) for k, v in params.items() if has_tags or logged.get(k, v) != v}
-        self.set_tags({k: now for k, (now, first) in changed.items() if data.tags.get(clean_name(k), first) != now})
+        has_tags = any(key.startswith(_CHANGED) for key in data.tags)
+        changed = {}
+        for key, value in params.items():
+            first = logged.get(key, value)
+            # Without such a tag nothing looks up its name, about which `clean_name` would warn.
+            if has_tags or first != value:
+                tag = f"{_CHANGED}{key}"
+                if data.tags.get(clean_name(tag), first) != value:
+                    changed[tag] = value
+        self.set_tags(changed)
 
     def _cut(self, kind: str, key: str, value: str, limit: int) -> str:
         """Return a value as MLflow can store it; one that is too long has a mark, and a warning."""
@@ -412,16 +458,19 @@ class MlflowRun:
         return shortened(text, limit)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags; long values are cut, with a warning."""
         pairs = [entities.RunTag(clean_name(key), self._cut("tag", key, value, MAX_TAG)) for key, value in tags.items()]
         with translated(self.uri):
             for start in range(0, len(pairs), _MAX_TAGS):
                 self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)
 
     def current(self) -> entities.Run:
+        """Return the run as it is in MLflow now."""
         with translated(self.uri):
             return self.client.get_run(self.run_id)
 
     def delete_tag(self, key: str) -> None:
+        """Delete a tag, unless it is already missing."""
         with translated(self.uri), tolerated("RESOURCE_DOES_NOT_EXIST"):
             self.client.delete_tag(self.run_id, key)
 

@@ -20,11 +20,11 @@ _STEP_TIMES = ("step_s", "data_s", "compute_s")
 @functools.lru_cache(maxsize=100_000)
 def without_node(key: str) -> str | None:
     """Return the name of a node's metric without the node: `system/cpu` for `system/n7/cpu`; None for others."""
-    parts = key.split("/")
-    if len(parts) != 3 or not all(parts):
-        return None
-    group, _, name = parts
-    return f"{group}/{name}" if group == "system" or (group == "time" and name in _STEP_TIMES) else None
+    match key.split("/"):
+        case [group, node, name] if group and node and name:
+            if group == "system" or (group == "time" and name in _STEP_TIMES):
+                return f"{group}/{name}"
+    return None
 
 
 class NodeCharts:
@@ -43,13 +43,19 @@ class NodeCharts:
     def complete(
         self, chunks: Mapping[str, journal.Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
     ) -> dict[str, int]:
-        """Return by attempt the last interval that is complete after `chunks`; see `JournalTail` for the others."""
+        """Return by attempt the last interval that is complete after `chunks`.
+
+        Args:
+            times: file → time in ms of its last record.
+            behind: files that may hold more records.
+            over: whether all attempts have ended.
+        """
         attempt = journal.attempt_of(next(iter(chunks))) if chunks else None
-        complete = {
-            other: max(map(int, state["open"]))
-            for other, state in self._intervals.items()
-            if state["open"] and (over if attempt is None else int(other) < attempt)
-        }
+        complete = {}
+        for other, state in self._intervals.items():
+            has_ended = over if attempt is None else int(other) < attempt
+            if state["open"] and has_ended:
+                complete[other] = max(map(int, state["open"]))
         read_until = {name: times.get(name, 0) for name in {*times, *behind} if journal.attempt_of(name) == attempt}
         if attempt is not None and read_until:
             active = max(read_until.values()) - SILENT_MS
@@ -67,33 +73,43 @@ class NodeCharts:
             for record in chunk.records:
                 others = {}
                 for key, value in record.metrics.items():
-                    if (metric := without_node(key)) is None:
+                    metric = without_node(key)
+                    if metric is None:
                         others[key] = value
                     else:
                         self._count(attempt, metric, value, record)
                 if others:
                     yield attempt, record._replace(metrics=others)
         for attempt_text, until in complete.items():
-            if (state := self._intervals.get(attempt_text)) is not None:
-                state["sent"] = max(state["sent"], until)
-                for interval in sorted(int(number) for number in state["open"] if int(number) <= until):
-                    for metric, (low, total, count, high, time_ms, step) in sorted(
-                        state["open"].pop(str(interval)).items()
-                    ):
-                        group, _, name = metric.partition("/")
-                        kinds = ("min", low), ("mean", total / count), ("max", high)
-                        metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
-                        # A long step may be the newest one in two intervals.
-                        first = journal.clean_metric_name(next(iter(metrics)))
-                        known = self._sent_steps.get(first, {}).get(attempt_text)
-                        step = step if known is None else max(step, known[1] + 1)
-                        yield int(attempt_text), journal.Record(time_ms, step, metrics)
+            state = self._intervals.get(attempt_text)
+            if state is None:
+                continue
+            state["sent"] = max(state["sent"], until)
+            intervals = sorted(int(number) for number in state["open"] if int(number) <= until)
+            for interval in intervals:
+                statistics = state["open"].pop(str(interval))
+                for metric, values in sorted(statistics.items()):
+                    yield int(attempt_text), self._record(attempt_text, metric, values)
+
+    def _record(self, attempt: str, metric: str, values: list[Any]) -> journal.Record:
+        """Return the record of a metric of the nodes in one interval."""
+        low, total, count, high, time_ms, step = values
+        group, _, name = metric.partition("/")
+        kinds = ("min", low), ("mean", total / count), ("max", high)
+        metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
+        # A long step may be the newest one in two intervals.
+        first = journal.clean_metric_name(next(iter(metrics)))
+        steps_sent = self._sent_steps.get(first, {}).get(attempt)
+        if steps_sent is not None:
+            step = max(step, steps_sent[1] + 1)
+        return journal.Record(time_ms, step, metrics)
 
     def _count(self, attempt: int, metric: str, value: float, record: journal.Record) -> None:
+        """Add a value to the statistics of its interval; NaN, and values of intervals that were sent, are left out."""
         number = record.time_ms // INTERVAL_MS
         state = self._intervals.setdefault(str(attempt), {"sent": -1, "open": {}})
         if number > state["sent"] and value == value:
-            found = state["open"].setdefault(str(number), {})
-            low, total, count, high, time_ms, step = found.get(metric, (value, 0.0, 0, value, 0, record.step))
+            statistics = state["open"].setdefault(str(number), {})
+            low, total, count, high, time_ms, step = statistics.get(metric, (value, 0.0, 0, value, 0, record.step))
             ends = max(time_ms, record.time_ms), max(step, record.step)
-            found[metric] = [min(low, value), total + value, count + 1, max(high, value), *ends]
+            statistics[metric] = [min(low, value), total + value, count + 1, max(high, value), *ends]

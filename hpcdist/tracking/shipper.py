@@ -37,6 +37,8 @@ POLL_S = 2.0
 #: Time limit of the wait for the first step, and interval of its polls.
 IMPORT_WITHIN_S = 10.0
 START_POLL_S = 0.2
+#: Pause after a first failure; it doubles with each further one.
+MIN_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 _STDIN = 0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -89,6 +91,7 @@ class _Starter:
 
     @property
     def gone(self) -> bool:
+        """Whether the process has ended."""
         return os.getppid() != self._pid
 
     def wait(self, seconds: float) -> bool:
@@ -107,23 +110,29 @@ def _wait_for_first_step(run: RunDir, parent: _Starter) -> None:
 
     Plain scripts may report no steps, so the wait has a limit.
     """
-    began, end = time.time(), time.monotonic() + IMPORT_WITHIN_S
+    began = time.time()
+    end = time.monotonic() + IMPORT_WITHIN_S
     while time.monotonic() < end and not parent.gone:
-        state, beat = run.read_state(), None
+        state = run.read_state()
+        beat = None
         with suppress(RunFolderError, OSError):
-            beat = run.attempt(state.attempt).read_beat(0) if state.attempt else None
+            if state.attempt:
+                beat = run.attempt(state.attempt).read_beat(0)
         has_stepped = beat is not None and beat["step"] > 0 and beat["time"] > began
         if has_stepped or state.status in (*ENDED, "queued") or parent.wait(START_POLL_S):
             return
 
 
 def _ship_until_end(delivery: "Delivery", parent: _Starter) -> bool:
-    run, drain_s = delivery.run, delivery.stored.config.tracking.drain_timeout_s
+    """Make passes until the run has ended and everything is uploaded, or time is up; see `ship_run`."""
+    run = delivery.run
+    drain_s = delivery.stored.config.tracking.drain_timeout_s
     backoff_s = next_try = 0.0
     drain_until = math.inf
     while True:
         # Read before the state: a supervisor that exits after it has ended the run did not die.
-        orphaned, reported_end = parent.gone, parent.reported_end
+        orphaned = parent.gone
+        reported_end = parent.reported_end
         state = run.read_state()
         ended = reported_end if parent.through_queue else state.status in (*ENDED, "queued")
         if orphaned and not ended:
@@ -131,9 +140,11 @@ def _ship_until_end(delivery: "Delivery", parent: _Starter) -> bool:
                 return False  # another supervisor has taken over, with its own shipper
             reason = f"the supervisor died before the end of the run: `hpcdist resume {run.name}` continues it"
             log.warning("%s", reason)
-            return not _ship(delivery, replace(state, status="failed", reason=reason, ended=time.time()), backoff_s)
+            failed = replace(state, status="failed", reason=reason, ended=time.time())
+            return not _ship(delivery, failed, backoff_s)
         if ended and drain_until == math.inf:
-            drain_until, next_try = time.monotonic() + drain_s, 0.0
+            drain_until = time.monotonic() + drain_s
+            next_try = 0.0
         if time.monotonic() >= next_try:
             backoff_s = _ship(delivery, state, backoff_s)
             if ended and not backoff_s:
@@ -154,7 +165,7 @@ def _ship(delivery: "Delivery", state: State, backoff_s: float) -> float:
     except (TrackingError, OSError) as error:
         if not backoff_s:
             log.warning("%s; records stay in the journal until MLflow is available", error)
-        return min(MAX_BACKOFF_S, max(1.0, 2 * backoff_s))
+        return min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
     if backoff_s:
         log.warning("MLflow at %s is available again: no records were lost", redact_text(delivery.uri))
     return 0.0
@@ -190,7 +201,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             parent = _Starter(parent_pid, through_queue=False)
             threading.Thread(target=_end_if_replaced, args=(run, parent), daemon=True).start()
         with retry.patient(retry.UNATTENDED_S):
-            return 0 if ship_run(run, uri, parent_pid, through_queue=through_queue) else 1
+            is_complete = ship_run(run, uri, parent_pid, through_queue="--through-queue" in argv[1:])
+            return 0 if is_complete else 1
     except HpcdistError as error:
         log.error("%s", error)
         return error.exit_code
