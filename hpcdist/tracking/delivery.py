@@ -36,6 +36,7 @@ LOG_INTERVAL_S = 60.0
 CHECKPOINTS_INTERVAL_S = 10.0
 #: Time limit for the records of a running run in one pass, and for its artifacts: commands, tags and the status wait.
 PASS_S = 5.0
+_S_PER_HOUR = 3600
 #: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
 SAVE_S = 2.0
 _FINAL_MODEL = """\
@@ -72,6 +73,7 @@ class Delivery:
         self.pause_s = 0.0
 
     def open_run(self) -> MlflowRun:
+        """Return the MLflow run, which the first call finds or creates."""
         if self._mlflow_run is None:
             opened = MlflowRun(self.run, self.uri)
             self._sent_facts = SentFacts.load(self.run.journal, opened.run_id)
@@ -103,15 +105,7 @@ class Delivery:
                     self._command = CommandTag(self.run)
                 self._command.update(mlflow_run, config.tracking.commands, state)
         num_points = self.ship_records(state)
-        tags = fixed_tags(self.run, self.stored) | state_tags(self.run, state)
-        if self._sweep_run is not None:
-            tags |= self._sweep_run.cell_tags()
-        if changed := {key: value for key, value in tags.items() if self._sent_facts.tags.get(key) != value}:
-            mlflow_run.set_tags(changed)
-            self._sent_facts.tags = tags
-            if NOTE_TAG in changed:  # it has replaced the description, which follows it again
-                self._sent_facts.page = ""
-            self._sent_facts.save(self.run.journal)
+        self._ship_tags(state)
         has_new_end = state.status in ENDED and self._sent_facts.complete != state_key(state)
         if has_new_end and state.ended is not None:
             from hpcdist.tracking import experiment_table  # with modules that no live run needs
@@ -123,12 +117,7 @@ class Delivery:
                 from hpcdist.tracking.final_model import complete_model  # with modules that no live run needs
 
                 complete_model(self.run, self.uri)  # before the description, which says how to load it
-        last, self._sent_facts.page = self._sent_facts.page, ""  # after a failure, it is not known what MLflow shows
-        try:
-            self._sent_facts.page = self._page.update(mlflow_run, state, last)
-        finally:
-            if self._sent_facts.page != last:
-                self._sent_facts.save(self.run.journal)
+        self._ship_page(state)
         self._ledger.ship(state, mlflow_run)
         with _collected(failures):
             self._ship_events()
@@ -144,17 +133,47 @@ class Delivery:
             self._sent_facts.save(self.run.journal)
         return num_points
 
+    def _ship_tags(self, state: State) -> None:
+        mlflow_run = self.open_run()
+        tags = fixed_tags(self.run, self.stored) | state_tags(self.run, state)
+        if self._sweep_run is not None:
+            tags |= self._sweep_run.cell_tags()
+        changed = {key: value for key, value in tags.items() if self._sent_facts.tags.get(key) != value}
+        if not changed:
+            return
+        mlflow_run.set_tags(changed)
+        self._sent_facts.tags = tags
+        if NOTE_TAG in changed:  # it has replaced the description, which follows it again
+            self._sent_facts.page = ""
+        self._sent_facts.save(self.run.journal)
+
+    def _ship_page(self, state: State) -> None:
+        last = self._sent_facts.page
+        self._sent_facts.page = ""  # after a failure, it is not known what MLflow shows
+        try:
+            self._sent_facts.page = self._page.update(self.open_run(), state, last)
+        finally:
+            if self._sent_facts.page != last:
+                self._sent_facts.save(self.run.journal)
+
     def ship_records(self, state: State) -> int:
         """Send the records that MLflow does not have yet. Returns the number of points sent.
 
         Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
         """
         mlflow_run = self.open_run()
-        num_before, polls_before = self.batches.counts.num_points, self.batches.tail.num_polls
-        until = time.monotonic() + PASS_S if state.status == "running" else math.inf
+        num_before = self.batches.counts.num_points
+        polls_before = self.batches.tail.num_polls
+        until = math.inf
+        if state.status == "running":
+            until = time.monotonic() + PASS_S
         try:
-            while (found := self.batches.next(state.attempt, over=state.status in ENDED)) is not None:
-                self.batches.commit(mlflow_run.log_points(found))
+            while True:
+                points = self.batches.next(state.attempt, over=state.status in ENDED)
+                if points is None:
+                    break
+                num_refused = mlflow_run.log_points(points)
+                self.batches.commit(num_refused)
                 if time.monotonic() >= until:
                     break
         except (OSError, TrackingError) as error:
@@ -168,13 +187,15 @@ class Delivery:
     def _ship_events(self) -> None:
         try:
             for path in event_files(self.run.journal):
-                while path.stat().st_size > (offset := self._sent_facts.events.get(path.name, 0)):
+                offset = self._sent_facts.events.get(path.name, 0)
+                while path.stat().st_size > offset:
                     events, end = read_events(path, offset)
                     if end == offset:
                         break
                     self._ship_events_once(events)
                     self._sent_facts.events[path.name] = end
                     self._sent_facts.save(self.run.journal)
+                    offset = end
         except OSError as error:
             raise TrackingError(f"the events of {self.run.name} cannot be read: {error}") from error
 
@@ -195,22 +216,13 @@ class Delivery:
                 tags |= content
             elif kind == "model":
                 models[content] = None
-            elif (dataset := _dataset(content)) is not None:
-                datasets.append(dataset)
+            else:
+                dataset = _dataset(content)
+                if dataset is not None:
+                    datasets.append(dataset)
         mlflow_run = self.open_run()
-        own = {clean_name(key): value for key, value in run_tags.params(self.run, self.stored).items()}
-        shown = {
-            SCRIPT_PREFIX + key if clean_name(key) in own else key: value
-            for key, value in redact_tree(params).items()
-            if not _is_same(own.get(clean_name(key)), value)
-        }
-        shown_tags = {
-            SCRIPT_PREFIX + key.removeprefix("mlflow.") if key.startswith(_OWN_TAGS) else key: value
-            for key, value in redact_tree(tags).items()
-            if not key.startswith(_CONTEXT_TAGS)
-        }
-        mlflow_run.log_params(shown)
-        mlflow_run.set_tags(shown_tags)
+        mlflow_run.log_params(self._params_of_script(redact_tree(params)))
+        mlflow_run.set_tags(_tags_of_script(redact_tree(tags)))
         if datasets:
             with _skipped_if_rejected(mlflow_run, "datasets"), translated(mlflow_run.uri):
                 mlflow_run.client.log_inputs(mlflow_run.run_id, datasets=datasets)
@@ -218,22 +230,42 @@ class Delivery:
             with _skipped_if_rejected(mlflow_run, f"model {model_id}"):
                 _ship_logged_model(mlflow_run, self.run, model_id)
 
+    def _params_of_script(self, params: Mapping[str, str]) -> dict[str, str]:
+        """Return the parameters of a script under the names that they have in MLflow, without those of the config."""
+        of_config = {clean_name(key): value for key, value in run_tags.params(self.run, self.stored).items()}
+        renamed = {}
+        for key, value in params.items():
+            configured = of_config.get(clean_name(key))
+            if configured is None:
+                renamed[key] = value
+            elif not _is_same(configured, value):
+                renamed[SCRIPT_PREFIX + key] = value
+        return renamed
+
     def _ship_status(self, state: State) -> None:
-        if self._status != state_key(state):
-            end_ms = None
-            if state.status in ENDED:
-                # MLflow's duration is the difference of end and start: without pauses, it is the running time.
-                running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
-                ended = state.ended if state.ended is not None else time.time()
-                end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
-            self.open_run().set_status(MLFLOW_STATUS.get(state.status, "RUNNING"), end_ms)
-            if self._sweep_run is not None:
-                self._sweep_run.refresh()
-            self._status = state_key(state)
+        if self._status == state_key(state):
+            return
+        end_ms = None
+        if state.status in ENDED:
+            end_ms = self._end_ms(state)
+        self.open_run().set_status(MLFLOW_STATUS.get(state.status, "RUNNING"), end_ms)
+        if self._sweep_run is not None:
+            self._sweep_run.refresh()
+        self._status = state_key(state)
+
+    def _end_ms(self, state: State) -> int:
+        """Return the end time for MLflow, whose duration, the difference to the start, is then the running time."""
+        running_s = sum(allocation.ended - allocation.began for allocation in allocations_of(self.run))
+        running_ms = int(1000 * running_s)
+        if running_ms:
+            return self.open_run().start_ms + running_ms
+        ended = state.ended if state.ended is not None else time.time()
+        return int(ended * 1000)
 
 
 @contextmanager
 def _collected(failures: list[TrackingError]) -> Iterator[None]:
+    """Append a TrackingError of the block to `failures` instead of raising it."""
     try:
         yield
     except TrackingError as error:
@@ -261,18 +293,16 @@ class Uploads:
     def ship(self, state: State, config: Config, last_step: int) -> None:
         """Upload what is new or has changed; `last_step` is that of the training in MLflow."""
         try:
-            found = artifacts.documents(self._run, patch=config.tracking.patch)
+            documents = artifacts.documents(self._run, patch=config.tracking.patch)
             if state.status in ENDED:
-                weights = artifacts.checkpoints(self._run, config.checkpoint) if state.status != "stopped" else ()
-                others = artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True), weights
-                self._upload(chain(found, *others))
+                parts = [documents, artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True)]
+                if state.status != "stopped":
+                    parts.append(artifacts.checkpoints(self._run, config.checkpoint))
+                self._upload(chain(*parts))
             else:
-                self._upload(found)
+                self._upload(documents)
                 if time.monotonic() >= self._search_at:
-                    files = list(artifacts.trainer_artifacts(self._run))
-                    is_complete = self._upload(files, within_s=PASS_S)  # metrics do not wait for many files
-                    # The search reads the attributes of each file, which loads the file system.
-                    self._search_at = time.monotonic() + (len(files) / CHECKS_PER_S if is_complete else 0.0)
+                    self._upload_trainer_artifacts()
                 if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
                     self._upload(artifacts.reports(self._run, ended=False))
                     self._logs_shipped = time.monotonic()
@@ -286,6 +316,14 @@ class Uploads:
         except OSError as error:
             raise TrackingError(f"a file of {self._run.name} cannot be uploaded: {error}") from error
 
+    def _upload_trainer_artifacts(self) -> None:
+        """Upload artifacts of the trainer for a limited time: metrics do not wait for many files."""
+        files = list(artifacts.trainer_artifacts(self._run))
+        is_complete = self._upload(files, within_s=PASS_S)
+        self._search_at = time.monotonic()
+        if is_complete:  # the search reads the attributes of each file, which loads the file system
+            self._search_at += len(files) / CHECKS_PER_S
+
     def _upload(self, found: Iterable[Artifact], within_s: float = math.inf) -> bool:
         """Upload the files that MLflow does not have. Returns False if time was too short for all of them."""
         saved_at = time.monotonic()
@@ -295,7 +333,8 @@ class Uploads:
         try:
             for number, item in enumerate(new, 1):
                 # Checked right before the upload, which follows links.
-                if reason := artifacts.leaves_folder(item.source, self._run):
+                reason = artifacts.leaves_folder(item.source, self._run)
+                if reason:
                     if item.target not in self._left_out:
                         log.warning("%s: not uploaded", reason)
                     self._left_out.add(item.target)
@@ -306,7 +345,8 @@ class Uploads:
                 if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
                     self._save()
                     log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent_files.artifacts))
-                    saved_at, is_unsaved = time.monotonic(), False
+                    saved_at = time.monotonic()
+                    is_unsaved = False
                 if time.monotonic() >= until:
                     return number == len(new)
         finally:
@@ -318,15 +358,19 @@ class Uploads:
         self.sent_files.save(self._run.journal)
 
     def _ship_final_model(self, config: Config, last_step: int) -> None:
-        model, mlflow_run, folder = self.sent_files.model, self._mlflow_run, self._run.model
+        model = self.sent_files.model
+        mlflow_run = self._mlflow_run
+        folder = self._run.model
         fingerprint = artifacts.fingerprint(folder)
-        if reason := artifacts.leaves_folder(folder, self._run):
+        reason = artifacts.leaves_folder(folder, self._run)
+        if reason:
             raise TrackingError(f"{reason}: the model is not uploaded")
         if model.get("fingerprint") != fingerprint:
             description = _FINAL_MODEL.format(run_id=mlflow_run.run_id, name=self._run.name)
             model_id = log_model(mlflow_run, folder, fingerprint, last_step, description=description)
             self._checkpoints.log_final_metrics(model_id, last_step)
-            model = self.sent_files.model = {"fingerprint": fingerprint, "model_id": model_id}
+            model = {"fingerprint": fingerprint, "model_id": model_id}
+            self.sent_files.model = model
             self._save()
         name = config.tracking.register_as
         if name and "registered" not in model:
@@ -363,37 +407,55 @@ class LedgerMetrics:
 
     def ship(self, state: State, mlflow_run: MlflowRun) -> None:
         """Log the ledger if it is due. A run of which nothing was measured has none. Raises TrackingError."""
-        now, current = time.monotonic(), state_key(state)
-        if (now - self._logged_at < LEDGER_INTERVAL_S) if state.status == "running" else (current == self._state):
+        now = time.monotonic()
+        current = state_key(state)
+        is_due = current != self._state
+        if state.status == "running":
+            is_due = now - self._logged_at >= LEDGER_INTERVAL_S
+        if not is_due:
             return
         try:
             ledger = read_ledger(self._run)
             last_step = reached_step(self._run.attempt(state.attempt)) if state.attempt else 0
         except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
             log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
-            ledger, last_step = Ledger(), 0
-        if values := _ledger_values(ledger):
-            if self._values is None:
-                logged = mlflow_run.current().data.metrics
-                self._values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
-                with translated(mlflow_run.uri):
-                    key = f"{LEDGER_PREFIX}allocated_hours"
-                    history = mlflow_run.client.get_metric_history(mlflow_run.run_id, key) if self._values else []
-                self._step, self._time_ms = max(((one.step, one.timestamp) for one in history), default=(0, 0))
-            if not values.items() <= self._values.items():
+            ledger = Ledger()
+            last_step = 0
+        values = _ledger_values(ledger)
+        if values:
+            known = self._values if self._values is not None else self._read_last(mlflow_run)
+            if not values.items() <= known.items():
                 step = max(last_step, self._step + 1)
                 time_ms = max(self._time_ms + 1, int(1000 * ledger.ended))
                 self._values = None  # if the response is lost
                 mlflow_run.log_points([Point(key, value, time_ms, step) for key, value in values.items()])
-                self._values, self._step, self._time_ms = values, step, time_ms
-        self._state, self._logged_at = current, now
+                self._values = values
+                self._step = step
+                self._time_ms = time_ms
+        self._state = current
+        self._logged_at = now
+
+    def _read_last(self, mlflow_run: MlflowRun) -> dict[str, float]:
+        """Return the last values in MLflow, and note their step and time."""
+        logged = mlflow_run.current().data.metrics
+        values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
+        self._values = values
+        history = []
+        if values:
+            key = f"{LEDGER_PREFIX}allocated_hours"
+            with translated(mlflow_run.uri):
+                history = mlflow_run.client.get_metric_history(mlflow_run.run_id, key)
+        self._step, self._time_ms = max(((point.step, point.timestamp) for point in history), default=(0, 0))
+        return values
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, float]:
+    """Return the metrics of a ledger; empty if nothing was measured."""
     if not ledger.entries:
         return {}
-    values: dict[str, float] = {f"{cause}_hours": ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
-    values |= {"allocated_hours": ledger.allocated_s / 3600, "queue_hours": ledger.queue_s / 3600}
+    values: dict[str, float] = {f"{cause}_hours": ledger.seconds.get(cause, 0.0) / _S_PER_HOUR for cause in CAUSES}
+    values["allocated_hours"] = ledger.allocated_s / _S_PER_HOUR
+    values["queue_hours"] = ledger.queue_s / _S_PER_HOUR
     if ledger.goodput is not None:
         values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:
@@ -423,49 +485,69 @@ def _skipped_if_rejected(mlflow_run: MlflowRun, what: str) -> Iterator[None]:
         log.warning("%s of the script: not uploaded: %s", what, error)
 
 
-def _is_same(own: str | None, value: str) -> bool:
-    """Return whether a parameter of hpcdist has this value, also in another notation: 5e-5 and 5e-05, true and True."""
-    if own is None or own.lower() == value.lower():
-        return own is not None
+def _tags_of_script(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags of a script under the names that they have in MLflow, without those of its context."""
+    renamed = {}
+    for key, value in tags.items():
+        if key.startswith(_CONTEXT_TAGS):
+            continue
+        if key.startswith(_OWN_TAGS):
+            key = SCRIPT_PREFIX + key.removeprefix("mlflow.")
+        renamed[key] = value
+    return renamed
+
+
+def _is_same(configured: str, value: str) -> bool:
+    """Return whether two values of a parameter are equal, also in another notation: 5e-5 and 5e-05, true and True."""
+    if configured.lower() == value.lower():
+        return True
     try:
-        return float(own) == float(value)
+        return float(configured) == float(value)
     except ValueError:
         return False
 
 
 def _dataset(content: Mapping[str, Any]) -> entities.DatasetInput | None:
+    """Return the dataset of an event; None if the event is damaged."""
     match content:
-        case {"dataset": {"name": str(), "digest": str()} as found}:
+        case {"dataset": {"name": str(), "digest": str()} as dataset}:
             keys = ("name", "digest", "source_type", "source", "schema")
-            texts = {key: str(found.get(key) or "")[:_MAX_SOURCE] for key in keys}
-            tags = content.get("tags")
-            pairs = tags.items() if isinstance(tags, dict) else ()
-            inputs = [entities.InputTag(str(key), str(value)) for key, value in pairs]
+            texts = {key: str(dataset.get(key) or "")[:_MAX_SOURCE] for key in keys}
+            inputs = [entities.InputTag(key, value) for key, value in _texts_of(content.get("tags")).items()]
             return entities.DatasetInput(entities.Dataset(**texts), inputs)
     return None
+
+
+def _texts_of(values: object) -> dict[str, str]:
+    """Return the keys and values of a part of a file as text; empty if it has none."""
+    if not isinstance(values, dict):
+        return {}
+    return {str(key): str(value) for key, value in values.items()}
 
 
 def _ship_logged_model(mlflow_run: MlflowRun, run: RunDir, model_id: str) -> None:
     """Upload a model of a rank as a logged model of the run, or only its tags if it has been uploaded."""
     folder = run.logged_models / model_id
     saved = read_json(folder / "model.json") or {}
-    tags, params = saved.get("tags"), saved.get("params")
-    if reason := artifacts.leaves_folder(folder, run):
+    reason = artifacts.leaves_folder(folder, run)
+    if reason:
         log.warning("%s: the model is not uploaded", reason)
         return
+    # Values of another type than the store of a rank writes are replaced by defaults.
     step, name, kind = saved.get("step"), saved.get("name"), saved.get("type")
-    found = log_model(
+    logged_id = log_model(
         mlflow_run,
         folder / "files",
         model_id,
         step if type(step) is int else 0,
         name=name if isinstance(name, str) else "model",
         model_type=kind if isinstance(kind, str) else None,
-        params={str(key): str(value) for key, value in params.items()} if isinstance(params, dict) else {},
+        params=_texts_of(saved.get("params")),
     )
-    if isinstance(tags, dict) and tags:
+    tags = _texts_of(saved.get("tags"))
+    if tags:
         with translated(mlflow_run.uri):
-            mlflow_run.client.set_logged_model_tags(found, {str(key): str(value) for key, value in tags.items()})
+            mlflow_run.client.set_logged_model_tags(logged_id, tags)
 
 
 #: Minimum interval between two reports of a run whose state does not change.
@@ -473,6 +555,8 @@ REPORT_INTERVAL_S = 300.0
 
 
 class ReportWriter:
+    """Writes the report of a run to its folder."""
+
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._next = -math.inf
@@ -483,9 +567,11 @@ class ReportWriter:
 
         A failure is logged, not raised. New points may arrive after the end of the run.
         """
-        ended, current = state.status in ENDED, state_key(state)
-        if current in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
-            return False
+        current = state_key(state)
+        if current in (last, self._tried):
+            is_due = has_new_points if state.status in ENDED else time.monotonic() >= self._next
+            if not is_due:
+                return False
         self._tried = current
         try:
             from hpcdist.review.report import write_report  # other commands that import this module draw nothing

@@ -1,5 +1,6 @@
-"""MLflow for the code of a rank: a tracking store, an artifact repository and logged models that write to the run
-folder, which the shipper uploads. `mlflow.log_metric` and all loggers built on it write to the journal.
+"""MLflow for the code of a rank: a tracking store, an artifact repository and logged models in the run folder.
+
+The shipper uploads what they write. `mlflow.log_metric` and all loggers built on it write to the journal.
 
 MLflow loads the store by the entry point `mlflow.tracking_store` for the scheme `hpcdist`; the worker of a rank sets
 `MLFLOW_TRACKING_URI`. The store has one experiment with one run, which the shipper uploads:
@@ -9,7 +10,6 @@ MLflow loads the store by the entry point `mlflow.tracking_store` for the scheme
 - Searches and reads answer from what was logged in the rank, earlier attempts included.
 """
 
-import itertools
 import logging
 import os
 import tempfile
@@ -56,6 +56,14 @@ class _JoinedRun:
     status: str = "RUNNING"
     end_time: int | None = None
     datasets: list[entities.DatasetInput] = field(default_factory=list)
+
+    def select(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values whose names have the prefix of this run, by their names without it."""
+        selected = {}
+        for key, value in values.items():
+            if key.startswith(self.prefix):
+                selected[key.removeprefix(self.prefix)] = value
+        return selected
 
 
 class RankStore(AbstractStore):
@@ -113,8 +121,9 @@ class RankStore(AbstractStore):
     # --- runs: the run of hpcdist, and nested runs
 
     def _joined(self, run_id: str) -> _JoinedRun:
-        if (found := self._runs.get(run_id)) is not None:
-            return found
+        """Return the run of hpcdist or a nested run by its id, which may also be the id of the uploaded run."""
+        if run_id in self._runs:
+            return self._runs[run_id]
         if (read_json(self._records.run.mlflow) or {}).get("run_id") == run_id:
             return self._main
         raise MlflowException(
@@ -127,32 +136,41 @@ class RankStore(AbstractStore):
         self, experiment_id: str, user_id: str, start_time: int, tags: Sequence[entities.RunTag], run_name: str | None
     ) -> entities.Run:
         given = {tag.key: tag.value for tag in tags or ()}
-        name, run = run_name or given.get(MLFLOW_RUN_NAME) or "", self._main
-        if parent_id := given.pop(MLFLOW_PARENT_RUN_ID, ""):
-            parent, stem = self._joined(parent_id), name.replace("/", "_").strip(". ") or "nested"
-            used = {run.prefix for run in self._runs.values()}
-            numbered = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-            prefix = next(found for it in numbered if (found := f"{parent.prefix}{it}/") not in used)
-            run = _JoinedRun(uuid.uuid4().hex, name or stem, prefix, parent.run_id)
-            self._runs[run.run_id] = run
-        elif name:
-            given[MLFLOW_RUN_NAME] = name
-        # A nested run has the same user, source and version as the run itself.
-        self._set_tags(run, {key: value for key, value in given.items() if not (run.prefix and key[:7] == "mlflow.")})
+        name = run_name or given.get(MLFLOW_RUN_NAME) or ""
+        parent_id = given.pop(MLFLOW_PARENT_RUN_ID, "")
+        if parent_id:
+            run = self._nest(self._joined(parent_id), name)
+            # A nested run has the same user, source and version as the run itself.
+            given = {key: value for key, value in given.items() if not key.startswith("mlflow.")}
+        else:
+            run = self._main
+            if name:
+                given[MLFLOW_RUN_NAME] = name
+        self._set_tags(run, given)
         return self.get_run(run.run_id)
 
+    def _nest(self, parent: _JoinedRun, name: str) -> _JoinedRun:
+        """Create a nested run with a prefix of its own, which has a number if another run has the same name."""
+        stem = name.replace("/", "_").strip(". ") or "nested"
+        used = {run.prefix for run in self._runs.values()}
+        prefix = f"{parent.prefix}{stem}/"
+        number = 1
+        while prefix in used:
+            number += 1
+            prefix = f"{parent.prefix}{stem}-{number}/"
+        run = _JoinedRun(uuid.uuid4().hex, name or stem, prefix, parent.run_id)
+        self._runs[run.run_id] = run
+        return run
+
     def get_run(self, run_id: str) -> entities.Run:
-        run, records = self._joined(run_id), self._records
-
-        def own(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {key.removeprefix(run.prefix): it for key, it in values.items() if key.startswith(run.prefix)}
-
+        run = self._joined(run_id)
+        records = self._records
         # `latest` comes first: it loads the parameters and tags of earlier attempts, too.
-        metrics = [entities.Metric(key, *value) for key, value in own(records.latest()).items()]
-        tags = own(records.tags) | {MLFLOW_RUN_NAME: run.name}
+        metrics = [entities.Metric(key, *value) for key, value in run.select(records.latest()).items()]
+        tags = run.select(records.tags) | {MLFLOW_RUN_NAME: run.name}
         if run.parent:
             tags[MLFLOW_PARENT_RUN_ID] = run.parent
-        params = [entities.Param(*item) for item in own(records.params).items()]
+        params = [entities.Param(*item) for item in run.select(records.params).items()]
         data = entities.RunData(metrics, params, [entities.RunTag(*item) for item in tags.items()])
         info = entities.RunInfo(
             run.run_id,
@@ -190,9 +208,9 @@ class RankStore(AbstractStore):
         order_by: list[str],
         page_token: str | None,
     ) -> tuple[list[entities.Run], str | None]:
-        found = SearchUtils.filter([self.get_run(run_id) for run_id in self._runs], filter_string)
-        runs, token = SearchUtils.paginate(SearchUtils.sort(found, order_by), page_token, max_results)
-        return runs, token
+        runs = SearchUtils.filter([self.get_run(run_id) for run_id in self._runs], filter_string)
+        page, token = SearchUtils.paginate(SearchUtils.sort(runs, order_by), page_token, max_results)
+        return page, token
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise MlflowException(
@@ -225,8 +243,8 @@ class RankStore(AbstractStore):
             steps: dict[tuple[int, int], dict[str, float]] = {}
             for metric in metrics:
                 key = run.prefix + metric.key
-                at = (records.numbered(key, metric.step), metric.timestamp)
-                steps.setdefault(at, {})[key] = metric.value
+                step_and_time = (records.numbered(key, metric.step), metric.timestamp)
+                steps.setdefault(step_and_time, {})[key] = metric.value
             given = {metric.step for metric in metrics}
             for (step, time_ms), values in steps.items():
                 records.log(values, step, time_ms, is_step=step in given)
@@ -251,8 +269,8 @@ class RankStore(AbstractStore):
         return RunOperations(operation_futures=[])
 
     def get_metric_history(self, run_id: str, metric_key: str, *_: Any, **__: Any) -> PagedList[entities.Metric]:
-        found = self._records.history(self._joined(run_id).prefix + metric_key)
-        return PagedList([entities.Metric(metric_key, it.value, it.time_ms, it.step) for it in found], None)
+        values = self._records.history(self._joined(run_id).prefix + metric_key)
+        return PagedList([entities.Metric(metric_key, *value) for value in values], None)
 
     def log_inputs(
         self, run_id: str, datasets: Iterable[entities.DatasetInput] | None = None, models: Any = None
@@ -279,7 +297,11 @@ class RankStore(AbstractStore):
         model_id = f"m-{uuid.uuid4().hex}"
         self._models[model_id] = {}
         with self._changed(model_id) as model:
-            model |= {"name": name or "model", "type": model_type, "run": source_run_id, "status": "PENDING", "step": 0}
+            model["name"] = name or "model"
+            model["type"] = model_type
+            model["run"] = source_run_id
+            model["status"] = "PENDING"
+            model["step"] = 0
             model["created"] = int(time.time() * 1000)
             model["tags"] = {tag.key: tag.value for tag in tags or ()}
             model["params"] = {param.key: param.value for param in params or ()}
@@ -315,8 +337,10 @@ class RankStore(AbstractStore):
         return PagedList(SearchLoggedModelsUtils.sort(found, order_by)[:max_results], None)
 
     def finalize_logged_model(self, model_id: str, status: Any) -> entities.LoggedModel:
+        if isinstance(status, entities.LoggedModelStatus):
+            status = status.value
         with self._changed(model_id) as model:
-            model["status"] = status.value if isinstance(status, entities.LoggedModelStatus) else str(status)
+            model["status"] = str(status)
         return self.get_logged_model(model_id)
 
     def set_logged_model_tags(self, model_id: str, tags: Sequence[entities.LoggedModelTag]) -> None:
@@ -351,7 +375,8 @@ class RankStore(AbstractStore):
     @contextmanager
     def _changed(self, model_id: str) -> Iterator[dict[str, Any]]:
         """Yield a model, then write its file; once the model is complete, record an event for the shipper."""
-        yield (model := self._model(model_id))
+        model = self._model(model_id)
+        yield model
         if self._records.is_main:
             folder = self._records.run.logged_models / model_id
             (folder / FILES).mkdir(parents=True, exist_ok=True)
@@ -361,7 +386,7 @@ class RankStore(AbstractStore):
 
 
 class RankArtifacts(LocalArtifactRepository):
-    """Files in a folder of the run folder, which the shipper uploads; those of ranks other than 0 are dropped.
+    """Stores files in a folder of the run folder, which the shipper uploads; those of other ranks than 0 are dropped.
 
     MLflow loads it by the entry point `mlflow.artifact_repository` for the scheme `hpcdist`.
 
@@ -380,7 +405,9 @@ class RankArtifacts(LocalArtifactRepository):
 
     def _placed(self, path: str | None, name: str = "") -> str | None:
         """Return the folder for a file `name` in the folder `path`, both as the script names them."""
-        folder = os.path.normpath(path) if path and os.path.normpath(path) != "." else ""
+        folder = os.path.normpath(path) if path else ""
+        if folder == ".":
+            folder = ""
         if self._is_root and is_own_name(os.path.join(folder, name)):
             folder = os.path.join(SCRIPT_FOLDER, folder).rstrip("/")
         target = self._folder / folder / name
@@ -400,8 +427,9 @@ class RankArtifacts(LocalArtifactRepository):
         # File by file, because each one is replaced atomically and the shipper reads at the same time.
         for above, _, names in os.walk(local_dir):
             inner = os.path.relpath(above, local_dir)
+            folder = os.path.normpath(os.path.join(artifact_path or "", inner))
             for name in names:
-                self.log_artifact(os.path.join(above, name), os.path.normpath(os.path.join(artifact_path or "", inner)))
+                self.log_artifact(os.path.join(above, name), folder)
 
     def _log_artifact_async(self, filename: str, artifact_path: str | None = None, artifact: Any = None) -> None:
         """Write an image of `mlflow.log_image` at once: a rank ends without waiting for MLflow's threads."""
