@@ -423,7 +423,9 @@ class LedgerMetrics:
             last_step = 0
         values = _ledger_values(ledger)
         if values:
-            known = self._values if self._values is not None else self._read_last(mlflow_run)
+            if self._values is None:
+                self._values = self._read_last(mlflow_run)
+            known = self._values
             if not values.items() <= known.items():
                 step = max(last_step, self._step + 1)
                 time_ms = max(self._time_ms + 1, int(1000 * ledger.ended))
@@ -439,7 +441,6 @@ class LedgerMetrics:
         """Return the last values in MLflow, and note their step and time."""
         logged = mlflow_run.current().data.metrics
         values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
-        self._values = values
         history = []
         if values:
             key = f"{LEDGER_PREFIX}allocated_hours"

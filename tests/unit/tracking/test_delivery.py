@@ -393,6 +393,26 @@ def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pyte
     assert sorted(point.step for point in history) == [7, 8]
 
 
+def test_steps_of_the_ledger_survive_a_failed_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="stopped", ended=BEGAN + 40)
+    mlflow = scene.shipper().open_run()
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), mlflow)
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
+    ledger = LedgerMetrics(scene.run)
+
+    def fail(run_id: str, key: str) -> None:
+        raise OSError("the server does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.client, "get_metric_history", fail)
+        with pytest.raises(TrackingError, match="does not answer"):
+            ledger.ship(scene.run.read_state(), mlflow)
+    ledger.ship(scene.run.read_state(), mlflow)
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")
+    assert sorted(point.step for point in history) == [7, 8]
+
+
 def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.log([1])
     scene.state(status="finished", ended=BEGAN + 40)
