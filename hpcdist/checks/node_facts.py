@@ -118,9 +118,10 @@ def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
         text = f"is throttled: {', '.join(gpu['throttled'])}"
         yield warning(name, text, "check cooling and power, or exclude the node")
     if used_mb > IDLE_GPU_MB:
-        text = f"has {used_mb:,} of {total_mb:,} MB in use"
+        who = ""
         if gpu["pids"]:
-            text += f" by process {', '.join(map(str, gpu['pids']))}"
+            who = f" by process {', '.join(map(str, gpu['pids']))}"
+        text = f"has {used_mb:,} of {total_mb:,} MB in use{who}"
         level: Level = "failure" if used_mb * 2 > total_mb > 0 else "warning"
         fix = "find their owner (`nvidia-smi`; `ps -fp PID`), and end leftover processes"
         yield Check(name=name, level=level, text=text, fix=fix)
@@ -137,8 +138,7 @@ def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -
         need = f"the last checkpoint had {checkpoint_bytes / MB:,.0f} MB"
     if disk["free"] < little_bytes:
         level: Level = "failure" if disk["free"] < no_bytes else "warning"
-        text = f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}"
-        yield Check(name="disk", level=level, text=text, fix=fix)
+        yield Check(name="disk", level=level, text=f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}", fix=fix)
     if disk.get("free_files", FEW_FILES) < FEW_FILES:
         level = "failure" if disk["free_files"] < NO_FILES else "warning"
         text = f"{disk['free_files']:,} more files can be created in {where} (`df -i {where}`)"

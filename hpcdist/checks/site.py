@@ -228,18 +228,17 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
         fix = "set launch.hang_timeout_s above the usual pause, so that suspended ranks do not count as hung"
         return note("preemption", text, fix)
     total = grace + kill_wait
-    text = f"{where}: SIGTERM, and SIGKILL {total} s later (GraceTime {grace} + KillWait {kill_wait}); Slurm"
+    then = "requeues the run"
     fixes = []
-    if mode == "REQUEUE":
-        text += " requeues the run"
-    else:
-        text += " does not requeue the run (PreemptMode=CANCEL)"
+    if mode != "REQUEUE":
+        then = "does not requeue the run (PreemptMode=CANCEL)"
         fixes.append("`hpcdist resume RUN` submits it again")
     if total < _SAVE_S:
         fixes.append(
             f"a step and a checkpoint must fit into {total} s, or the steps since the newest checkpoint are lost:"
             " set checkpoint.every_steps accordingly, or ask for a longer GraceTime"
         )
+    text = f"{where}: SIGTERM, and SIGKILL {total} s later (GraceTime {grace} + KillWait {kill_wait}); Slurm {then}"
     level: Level = "note" if fixes else "ok"
     return Check(name="preemption", level=level, text=text, fix="; ".join(fixes))
 
