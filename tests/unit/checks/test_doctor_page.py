@@ -312,7 +312,7 @@ class Srun:
         monkeypatch.setattr(doctor_report.shutil, "which", lambda name: name)
 
     def __call__(
-        self, command: list[str], limit_s: float, *, env: dict[str, str], is_enough: None
+        self, command: list[str], limit_s: float, *, env: dict[str, str], is_enough: None = None
     ) -> subprocess.CompletedProcess[str]:
         self.command = command
         assert Path(self.request.witness).read_text() == self.request.token

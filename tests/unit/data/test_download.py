@@ -9,7 +9,7 @@ from hpcdist.config.training_schema import DataConfig
 from hpcdist.data import download
 from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, missing, prepare
 from hpcdist.errors import DataError
-from hpcdist.host import files as lock
+from hpcdist.host import locks
 
 
 def write_files(name: str, root: Path) -> None:
@@ -89,7 +89,7 @@ def test_concurrent_process_waits_and_does_not_download_again(tmp_path: Path, mo
 
     fetched: list[str] = []
     monkeypatch.setattr(download, "_fetch", lambda name, folder: fetched.append(name))
-    monkeypatch.setattr(lock.log, "info", set_event)
+    monkeypatch.setattr(locks.log, "info", set_event)
     second = threading.Thread(target=prepare, args=(DataConfig(name="mnist", root=str(tmp_path)),))
     with (tmp_path / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
