@@ -226,7 +226,8 @@ class CheckpointStore:
                 write_atomic(folder / SAMPLES_FILE, samples, durable=True)
             write_manifest(replace(manifest, metrics={**manifest.metrics, **metrics}))
         except OSError as error:
-            raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
+            text = f"{folder}: its metrics could not be written: {error.strerror or error}"
+            raise CheckpointError(text, may_pass=file_retry.is_away(error)) from error
 
     def prune(self) -> None:
         """Remove all valid checkpoints except the newest `checkpoint.keep_last` and the best.

@@ -146,7 +146,8 @@ class Held:
                 if is_gone or is_taken:
                     successor = "another process, which has ended"
                     if lease:
-                        successor = "process {pid} of {user} on {host}".format(**lease)
+                        known = {"pid": "?", "user": "an unknown user", "host": "an unknown host", **lease}
+                        successor = "process {pid} of {user} on {host}".format(**known)
                     this_process = f"process {self._mine['pid']} on {self._mine['host']}"
                     self._lost = (
                         f"{self._run.kind} {self._run.name} was taken over by {successor}, while {this_process} could"
