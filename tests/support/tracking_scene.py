@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from mlflow import MlflowClient
+from mlflow.entities import DatasetInput, Experiment, LoggedModelOutput
 from mlflow.entities import Run as MlflowEntity
 
 from hpcdist.host.json_files import write_json
@@ -69,6 +70,24 @@ class Scene:
     @property
     def entity(self) -> MlflowEntity:
         return self.client.get_run(self.run_id)
+
+    @property
+    def experiment(self) -> Experiment:
+        found = self.client.get_experiment_by_name("exp")
+        assert found is not None
+        return found
+
+    @property
+    def dataset_inputs(self) -> list[DatasetInput]:
+        inputs = self.entity.inputs
+        assert inputs is not None
+        return inputs.dataset_inputs
+
+    @property
+    def model_outputs(self) -> list[LoggedModelOutput]:
+        outputs = self.entity.outputs
+        assert outputs is not None
+        return outputs.model_outputs
 
     def status(self) -> str:
         return str(self.entity.info.status)
