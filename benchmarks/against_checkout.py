@@ -38,7 +38,8 @@ def throughput(checkout: Path, config: str, metric: str, steps: str) -> float:
         (journal,) = Path(folder).glob("*/run/journal/attempt-001.rank-00000.jsonl")
         records = [json.loads(line) for line in journal.read_text().splitlines()]
     values = [record["m"][metric] for record in records if metric in record.get("m", {})]
-    return statistics.median(values[len(values) // 5 :])
+    median: float = statistics.median(values[len(values) // 5 :])
+    return median
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from harness import MALLOC_ENV, argument_parser, median, median_ratio
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.data.datasets import SimpleCNN
@@ -85,7 +85,7 @@ def contender(kind: str, name: str, rank: int, world_size: int) -> Callable[[int
 def measure(rank: int, world_size: int, folder: str, rounds: int, num_steps: int) -> None:
     """Measure all contenders in one rank; rank 0 writes (wall, CPU) milliseconds per step of each round."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
+    store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]  # torch exports it at run time
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name in SAMPLES:
@@ -133,7 +133,7 @@ def main() -> None:
     )
     for world_size in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="elastic_") as folder:
-            mp.spawn(measure, (world_size, folder, arguments.rounds, arguments.steps), nprocs=world_size)  # type: ignore[attr-defined]
+            spawn(measure, (world_size, folder, arguments.rounds, arguments.steps), nprocs=world_size)
             times = json.loads(Path(folder, "times.json").read_text())
         for name, by_kind in times.items():
             for kind, values in by_kind.items():

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from baselines.fault_task import Task
 from harness import BASELINES, HPCDIST, clean_env, commit_all, signal_tree
@@ -169,7 +170,7 @@ def started(name: str, task: Task) -> Iterator[Running]:
         process.wait()
 
 
-def data_settings() -> dict[str, str]:
+def data_settings() -> dict[str, Any]:
     """Return the data of a task: MNIST in $HPCDIST_DATA_DIR, or the digits that scikit-learn contains."""
     root = os.environ.get("HPCDIST_DATA_DIR", "")
     return {"data": "mnist" if root else "digits", "root": root}

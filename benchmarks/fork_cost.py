@@ -17,6 +17,7 @@ from pathlib import Path
 from harness import argument_parser, median
 
 from hpcdist.rank import parent
+from hpcdist.rank.processes import RANK_MODULE
 
 
 def cpu_s() -> float:
@@ -44,7 +45,7 @@ def memory_mb(field: str) -> float:
 def main() -> None:
     arguments = argument_parser(__doc__, rounds=15).parse_args()
     gc.disable()
-    for name in ("torch", parent.RANK_MODULE, *parent.TRAINER_MODULES, "hpcdist.trainers.ddp.train"):
+    for name in ("torch", RANK_MODULE, *parent.TRAINER_MODULES, "hpcdist.trainers.ddp.train"):
         __import__(name)
     gc.freeze()
     row = {

@@ -222,7 +222,8 @@ def recovery(device: str, folder: Path) -> bool:
             elif len([*runs[1].glob("attempts/[0-9]*")]) != 2:
                 verdict = "failed: no rank was killed"
             else:
-                verdict = difference(*map(last_checkpoint, runs)) or "equal bit by bit"
+                left, right = map(last_checkpoint, runs)
+                verdict = difference(left, right) or "equal bit by bit"
             good &= verdict.startswith("equal")
             say(**{name: verdict})
     return good

@@ -118,7 +118,7 @@ def train(ctx: Context, cfg: Config) -> None:
 def matmul_tflops(size: int = 8192, repeat: int = 30) -> float:
     """Return the median rate of a bf16 product of random matrices on the current GPU."""
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    rates = []
+    rates: list[float] = []
     for _ in range(repeat):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -74,7 +74,7 @@ class Busy:
 
     def _measure(self) -> float:
         cycles = 200_000_000
-        readings = []
+        readings: list[float] = []
         for _ in range(4):  # the first one raises the clock
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()

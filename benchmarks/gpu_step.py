@@ -198,7 +198,7 @@ def run_bare(config: Config, out: Path) -> None:
     size = config.data.image_size
     assert size is not None
     module = build_model(config.model.name, num_classes=NUM_CLASSES, in_channels=3, image_size=size)
-    module = module.to(device, memory_format=torch.channels_last)
+    module = module.to(device).to(memory_format=torch.channels_last)
     if config.model.compile:
         module.compile()
     model = DistributedDataParallel(module, device_ids=[device] if on_gpu else None)

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def measure_round(name: str, num_kills: int) -> dict[str, float]:
         with started(name, task) as running:
             for number in range(num_kills):
                 first = restored_at(running)
-                if not running.wait_for(lambda marks, first=first: steps_done(marks) >= first + STEPS_BETWEEN, LIMIT_S):
+                if not running.wait_for(partial(has_reached, first + STEPS_BETWEEN), LIMIT_S):
                     sys.exit(f"{name}: {STEPS_BETWEEN} steps took more than {LIMIT_S:g} s")
                 measured.append(kill_and_measure(running, (number + 1) % NUM_RANKS))
     finally:
@@ -112,6 +113,10 @@ def restored_at(running: Running) -> int:
 
 def steps_done(marks: Sequence[Mark]) -> int:
     return next((mark.step for mark in reversed(marks) if mark.event == "step" and mark.rank == 0), 0)
+
+
+def has_reached(step: int, marks: Sequence[Mark]) -> bool:
+    return steps_done(marks) >= step
 
 
 def measure(rounds: int, num_kills: int, keep: Path | None) -> dict[str, list[dict[str, float]]]:

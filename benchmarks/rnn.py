@@ -109,7 +109,7 @@ class Contender:
         end = time.monotonic() + WARM_S
         while not (readings := self.readings()) or readings[-1][0] < WARM_STEPS:
             if self.process.poll() is not None or time.monotonic() > end:
-                sys.exit(f"{self.process.args} does not train:\n{(self.folder / 'output').read_text()[-4000:]}")
+                sys.exit(f"{self.process.args!r} does not train:\n{(self.folder / 'output').read_text()[-4000:]}")
             time.sleep(0.2)
 
     def signal(self, number: signal.Signals) -> None:

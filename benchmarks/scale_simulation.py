@@ -113,7 +113,7 @@ class CallCounter:
         self.counts: Counter[str] = Counter()
         sys.addaudithook(self._on_event)
         # These calls have no audit event.
-        os.stat = self._counting("stat", os.stat)  # type: ignore[assignment]
+        os.stat = self._counting("stat", os.stat)
         os.write, os.pwrite = self._counting("write", os.write), self._counting("write", os.pwrite)
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -20,12 +20,21 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baselines.fault_task import Task
-from fault_runs import BASELINES, MAX_RESTARTS, MarkReader, Running, data_settings
-from harness import HPCDIST, argument_parser, clean_env, commit_all, median
-from recovery import LIMIT_S, SAVE_EVERY, STEPS_BETWEEN, kill_and_measure, print_rows, restored_at, steps_done
+from fault_runs import MAX_RESTARTS, MarkReader, Running, data_settings
+from harness import BASELINES, HPCDIST, argument_parser, clean_env, commit_all, median
+from recovery import (
+    LIMIT_S,
+    SAVE_EVERY,
+    STEPS_BETWEEN,
+    has_reached,
+    kill_and_measure,
+    print_rows,
+    restored_at,
+)
 from slurm_start import dev_cluster, output_of
 
 CONTENDERS = {"each rank imports": "false", "forked": "true"}
@@ -90,7 +99,7 @@ def measure_round(fork: str, shape: list[str], num_kills: int, env: Mapping[str,
         with submitted(task, fork, shape, env) as running:
             for number in range(num_kills):
                 first = restored_at(running)
-                if not running.wait_for(lambda marks, first=first: steps_done(marks) >= first + STEPS_BETWEEN, LIMIT_S):
+                if not running.wait_for(partial(has_reached, first + STEPS_BETWEEN), LIMIT_S):
                     sys.exit(f"{STEPS_BETWEEN} steps took more than {LIMIT_S:g} s")
                 ranks = running.reader.newest_ranks()
                 measured.append(kill_and_measure(running, sorted(ranks)[-1 if number % 2 else 0]))

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ ONE_RANK = Topology(
     job_id="benchmark",
     attempt=1,
 )
-OPTIONS = {"gradient_as_bucket_view": True, "static_graph": True}
+OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def make_step(model: nn.Module, images: Tensor, labels: Tensor, after: Callable[[], None]) -> Callable[[], float]:

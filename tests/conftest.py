@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from containers import Containers, missing_requirement
@@ -98,7 +99,7 @@ def folder_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
-class GroupScheduling(LoadScopeScheduling):
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
     """Runs all tests of a group in one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -133,6 +134,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 # --- the table of faults
 
 
+def properties(report: pytest.TestReport, kind: str) -> list[Any]:
+    """Return the values that a test has recorded under a name."""
+    return [value for name, value in report.user_properties if name == kind]
+
+
 class FaultTable:
     """Collects the rows from the test reports, including those of workers of pytest-xdist."""
 
@@ -141,9 +147,9 @@ class FaultTable:
         self.matrix: list[MatrixEntry] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.matrix += [MatrixEntry(**entry) for name, entry in report.user_properties if name == "matrix"]
+        self.matrix += [MatrixEntry(**entry) for entry in properties(report, "matrix")]
         if report.when == "call":
-            self.cells += [Cell(**row) for name, row in report.user_properties if name == "cell"]
+            self.cells += [Cell(**row) for row in properties(report, "cell")]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.cells:

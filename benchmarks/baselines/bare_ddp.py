@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from setting import Clock, parse_arguments, training_tensors
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -23,7 +24,7 @@ def main() -> None:
     torch.manual_seed(0)
     images, labels = training_tensors(arguments)
     dataset = TensorDataset(images, labels)
-    sampler = DistributedSampler(dataset)
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=arguments.batch_size, sampler=sampler)
     model = SimpleCNN(num_classes=10, in_channels=images.shape[1], image_size=images.shape[2])
     # Without DDP: the lower limit for any gradient exchange.

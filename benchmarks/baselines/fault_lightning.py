@@ -34,7 +34,8 @@ class Classifier(lightning.LightningModule):
         return F.cross_entropy(self.model(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.model)
+        optimizer: torch.optim.Optimizer = build_optimizer(self.model)
+        return optimizer
 
     def train_dataloader(self) -> DataLoader[Batch]:
         return DataLoader(_Batches(self, self._samples), batch_size=None)
@@ -46,7 +47,8 @@ class _Batches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         trainer = self._module.trainer
-        return self._samples.batches(trainer.global_step, trainer.global_rank, trainer.world_size)
+        batches: Iterator[Batch] = self._samples.batches(trainer.global_step, trainer.global_rank, trainer.world_size)
+        return batches
 
 
 class Marking(lightning.Callback):

@@ -58,7 +58,8 @@ class Table:
         self.bags = nn.EmbeddingBag(rows, dim, mode="sum")
 
     def look_up(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        return self.bags(indices, offsets)
+        pooled: Tensor = self.bags(indices, offsets)
+        return pooled
 
     def parameters(self) -> list[rpc.RRef[nn.Parameter]]:
         return [rpc.RRef(parameter) for parameter in self.bags.parameters()]
@@ -78,28 +79,31 @@ def train(arguments: argparse.Namespace, table: rpc.RRef[Table]) -> float:
         with dist_autograd.context() as context:
             pooled = rpc.rpc_sync(table.owner(), _look_up, (table, indices, offsets))
             loss = F.cross_entropy(model(pooled), classes)
-            dist_autograd.backward(context, [loss])
+            dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]  # torch exports it at run time
             optimizer.step(context)
     dist.barrier()
     return time.perf_counter() - began
 
 
 def _look_up(table: rpc.RRef[Table], indices: Tensor, offsets: Tensor) -> Tensor:
-    return table.local_value().look_up(indices, offsets)
+    pooled: Tensor = table.local_value().look_up(indices, offsets)
+    return pooled
 
 
 def master(arguments: argparse.Namespace) -> float:
     table = rpc.remote(f"rank{SERVER}", Table, (arguments.rows, arguments.dim))
     # No timeout: the dense gradient of a large table and its update are slow.
     trainers = [rpc.rpc_async(f"rank{rank}", train, (arguments, table), timeout=0) for rank in range(NUM_TRAINERS)]
-    seconds = max(trainer.wait() for trainer in trainers)
-    return NUM_TRAINERS * (arguments.steps - arguments.steps // 3) / seconds
+    seconds: float = max(trainer.wait() for trainer in trainers)
+    num_steps: int = arguments.steps - arguments.steps // 3
+    return NUM_TRAINERS * num_steps / seconds
 
 
 def run_rank(arguments: argparse.Namespace, rank: int) -> None:
     address = f"tcp://127.0.0.1:{os.environ['BASELINE_PORT']}"
     if rank < NUM_TRAINERS:
-        store = dist.TCPStore("127.0.0.1", int(os.environ["DDP_PORT"]), NUM_TRAINERS, is_master=rank == 0)
+        port = int(os.environ["DDP_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, NUM_TRAINERS, is_master=rank == 0)  # type: ignore[attr-defined]  # torch exports it at run time
         dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_TRAINERS)
     options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=600)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=NUM_TRAINERS + 2, rpc_backend_options=options)
@@ -121,7 +125,8 @@ def one_process(arguments: argparse.Namespace) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return (arguments.steps - arguments.steps // 3) / (time.perf_counter() - began)
+    num_steps: int = arguments.steps - arguments.steps // 3
+    return num_steps / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class Stage(nn.Module):
     def forward(self, x_rref: rpc.RRef[Tensor]) -> Tensor:
         x = x_rref.to_here()
         with self.lock:
-            return self.layers(x)
+            y: Tensor = self.layers(x)
+        return y
 
     def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
         return [rpc.RRef(parameter) for parameter in self.parameters()]
@@ -61,7 +62,7 @@ def master(batch_size: int, image_size: int) -> None:
                 y_rref = stages[0].remote().forward(rpc.RRef(x))
                 futures.append(stages[1].rpc_async().forward(y_rref))
             outputs = torch.cat(torch.futures.wait_all(futures))
-            dist_autograd.backward(context_id, [loss_fn(outputs, labels)])
+            dist_autograd.backward(context_id, [loss_fn(outputs, labels)])  # type: ignore[attr-defined]  # torch exports it at run time
             optimizer.step(context_id)
         print(time.perf_counter() - began, flush=True)
 

@@ -21,9 +21,9 @@ import warnings
 
 import gymnasium
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.multiprocessing.spawn import spawn
 
 #: CartPole-v1 is solved when the mean return of this number of episodes reaches this threshold.
 THRESHOLD, NUM_EPISODES = 475.0, 100
@@ -147,7 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (folder, arguments.seconds, arguments.observers), nprocs=arguments.observers + 1)
+        spawn(run, (folder, arguments.seconds, arguments.observers), nprocs=arguments.observers + 1)
 
 
 if __name__ == "__main__":

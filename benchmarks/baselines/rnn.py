@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -56,12 +57,12 @@ class Decoder(nn.Module):
         return logits
 
 
-def forward_at(module: rpc.RRef, value: Tensor) -> Tensor:
+def forward_at(module: rpc.RRef[Any], value: Tensor) -> Tensor:
     result: Tensor = module.local_value()(value)
     return result
 
 
-def parameters_at(module: rpc.RRef) -> list[rpc.RRef]:
+def parameters_at(module: rpc.RRef[Any]) -> list[rpc.RRef[nn.Parameter]]:
     return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
 
 
@@ -86,7 +87,7 @@ def remote_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
             output, carried = lstm(embedded, state)
             logits = rpc.rpc_sync(SERVER, forward_at, (decoder, output))
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets)
-            dist_autograd.backward(context, [loss])
+            dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]  # torch exports it at run time
             optimizer.step(context)
         state = [tensor.detach() for tensor in carried]
 

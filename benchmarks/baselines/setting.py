@@ -53,7 +53,7 @@ class Clock:
         self._step += 1
         if self._step % self._arguments.window == 0:
             self._readings.append((self._step, time.time()))
-        done = self._step >= self._arguments.steps
+        done: bool = self._step >= self._arguments.steps
         if done and self._rank == 0:
             self._arguments.out.write_text(json.dumps(self._readings))
         return done

@@ -99,6 +99,6 @@ def template(node: ast.expr) -> str:
 def _placeholder(node: ast.expr) -> str:
     """Return the last variable or attribute of an expression, such as `{lr}` for `config.optim.lr`."""
     source = re.sub(r"\[\w+\]|\.join| (for|if|or) .*", "", ast.unparse(node))
-    names = re.findall(r"\b_*([A-Za-z]\w*)", source)
+    names: list[str] = re.findall(r"\b_*([A-Za-z]\w*)", source)
     variables = [name for name in names if not name.isupper() and not name.endswith("__") and name != "self"]
     return "{" + (variables or names or ["…"])[-1] + "}"

@@ -62,8 +62,8 @@ class Server:
             request.add_header("Authorization", f"Basic {token}")
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                body = answer.read()
-                return answer.status, json.loads(body) if body[:1] == b"{" else body.decode()
+                content: bytes = answer.read()
+                return answer.status, json.loads(content) if content[:1] == b"{" else content.decode()
         except urllib.error.HTTPError as error:
             return error.code, None
 

@@ -115,6 +115,9 @@ class KilledRun:
 
         wait_for(is_finished, f"{self.name}: {self._log.read_text()[-2000:]}", timeout_s=600)
 
+    def has_no_processes(self) -> bool:
+        return not self.processes_left()
+
     def processes_left(self) -> list[list[str]]:
         """Return the command lines of processes that belong to the run's folder."""
         folder = str(self.runs.run_dir(self.name).path)
@@ -163,7 +166,7 @@ def test_run_survives_kills_at_random_moments(tmp_path: Path, empty_database: Pa
         )
         assert last.status == "finished"
         cell.attempts, cell.restarts = cell.attempts + last.attempt, cell.restarts + last.restarts
-        wait_for(lambda run=run: not run.processes_left(), f"the processes of {run.name} to end", timeout_s=600)
+        wait_for(run.has_no_processes, f"the processes of {run.name} to end", timeout_s=600)
         cell.weights, cell.points = "differ", "wrong"
         found_state, found_series = results(runs, run.name)
         assert_states_equal(found_state, state)

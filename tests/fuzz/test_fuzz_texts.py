@@ -1,6 +1,7 @@
 """Command lines, configs, and damaged answers of Slurm give own errors only."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def outputs(draw: st.DrawFn) -> str:
 def test_parsers_skip_damaged_slurm_output(text: str, job: str, more: str) -> None:
     output.parse_record(text)
     for read in (output.parse_scontrol, output.parse_squeue, output.parse_sacct):
-        info = value_or_error(lambda read=read: read(text, job))
+        info = value_or_error(partial(read, text, job))
         if info is not None:
             assert isinstance(info, output.JobInfo)
             info.describe(1e9)

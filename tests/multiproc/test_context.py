@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -93,7 +94,7 @@ def save_and_restore(here: Rank, path: Path) -> dict[str, Any]:
 class _Told(logging.Handler):
     """Lets the other rank go on after a warning of this one."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
         self._store = store
@@ -248,7 +249,7 @@ def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
         assert saved is not None
         saved_model = dict(saved.model)
         net, optimizer = sharded_model(seed=2)
-        set_model_state_dict(net, saved.model, options=whole)
+        set_model_state_dict(net, cast(Any, saved.model), options=whole)
         set_optimizer_state_dict(net, optimizer, saved.trainer["optimizer"], options=whole)
         found = losses(net, optimizer, 2)
         close(ctx)
@@ -504,7 +505,8 @@ def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0
             model(torch.ones(4, 4))
             model.train()
             ctx.save(step, model=model, trainer={})
-    return Totals(*(after - then for after, then in zip(ctx.timer.totals, before, strict=True)))
+    differences: list[Any] = [after - then for after, then in zip(ctx.timer.totals, before, strict=True)]
+    return Totals(*differences)
 
 
 def timed_totals(here: Rank) -> dict[str, Any]:
@@ -561,7 +563,7 @@ def compiled_and_copied(here: Rank) -> dict[str, Any]:
         module = SlowNetwork(0.0)
         module.layers.compile(backend="eager")
         wrapped = ctx.wrap(SlowNetwork(0.0), static_graph=True)
-        found = {
+        found: dict[str, Any] = {
             "plain": own_steps(wrapped),
             "compiled inside": own_steps(ctx.wrap(module)),
             "compiled outside": own_steps(torch.compile(ctx.wrap(SlowNetwork(0.0)), backend="eager")),  # type: ignore[arg-type]

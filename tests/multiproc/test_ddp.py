@@ -100,10 +100,12 @@ def two_ranks(here: Rank, path: Path) -> dict[str, Any]:
         results["evaluations"] = evaluations(ctx)
 
         # Running statistics differ between ranks.
-        model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 5))
-        model[0].running_mean.fill_(here.rank)
+        norm = nn.BatchNorm2d(1)
+        assert norm.running_mean is not None
+        model = nn.Sequential(norm, nn.Flatten(), nn.Linear(64, 5))
+        norm.running_mean.fill_(here.rank)
         train.evaluate(ctx, model, some_images(5), config())
-        results["running mean"] = model[0].running_mean.item()
+        results["running mean"] = norm.running_mean.item()
 
         for name, cfg in VARIANTS.items():
             seed_everything(cfg.seed)
@@ -215,16 +217,16 @@ def events(here: Rank, path: Path, cfg: Config, last_step: int | None = None) ->
     found: list[str] = []
     original_log, original_save = Context.log, Context.save
 
-    def log(ctx: Context, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log(ctx: Context, metrics: Mapping[str, float | torch.Tensor], step: int | None = None) -> None:
         assert ctx._steps is not None
         found.append(f"log {'eval' if 'eval/loss' in metrics else 'train'} {ctx._steps.number}")
         original_log(ctx, metrics, step)
 
-    def save(ctx: Context, step: int, *, metrics: Mapping[str, float], **state: Any) -> None:
+    def save(ctx: Context, step: int, *, metrics: Mapping[str, float] | None = None, **state: Any) -> None:
         found.append(f"save {'eval ' * bool(metrics)}{step}")
         original_save(ctx, step, metrics=metrics, **state)
 
-    Context.log, Context.save = log, save  # type: ignore[method-assign]
+    Context.log, Context.save = log, save  # type: ignore[method-assign, assignment]
     reason = fit(here, path, cfg, last_step)
     return [*found, reason]
 

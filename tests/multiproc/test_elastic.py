@@ -58,7 +58,8 @@ class Net(nn.Module):
         self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.body(images)
+        logits: torch.Tensor = self.body(images)
+        return logits
 
 
 Audit = list[tuple[int, int, list[int]]]
@@ -264,7 +265,8 @@ def fit_with_loader(here: Rank, path: Path, num_workers: int, until: int) -> dic
                 (F.mse_loss(model(x).flatten(), y) * micro.weight).backward()
             with torch.no_grad():
                 for parameter in net.parameters():
-                    parameter -= 1e-4 * parameter.grad  # type: ignore[operator]
+                    assert parameter.grad is not None
+                    parameter.sub_(1e-4 * parameter.grad)
             step += 1
         ctx.save(step, model=model, trainer={})
         close(ctx)

@@ -112,7 +112,8 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
             losses = [
                 loss_of(model, tables, part.take(order[step])) for part, order in zip(shares, orders, strict=True)
             ]
-            (sum(losses) / num_trainers).backward()
+            total: Any = sum(losses)
+            (total / num_trainers).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -194,7 +195,7 @@ def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batc
 
 
 def fail_in_server_thread(here: Rank, path: Path, cfg: Config) -> str:
-    def failing_update(*_: Any) -> None:
+    def failing_update(*_: Any, **__: Any) -> None:
         raise ValueError("simulated failure")
 
     TableShard.update = failing_update  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def _installed() -> StopFlag:
 
 def stop_scenarios(here: Rank) -> dict[str, int | None]:
     """Return the step at which this rank stopped in each scenario."""
-    group = dist.new_group(backend="gloo")
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     attempts = [Attempt(here.folder / name) for name in ("001", "002")]
     for attempt in attempts:
         attempt.path.mkdir(exist_ok=True)
@@ -224,7 +225,7 @@ def test_all_ranks_stop_at_the_same_step() -> None:
 
 def peer_dies(here: Rank) -> str:
     """Return the error of a surviving rank; empty if it would have saved."""
-    group = dist.new_group(backend="gloo")
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     flag = _installed()
 
     def act(step: int) -> None:

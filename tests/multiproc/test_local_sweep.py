@@ -32,7 +32,9 @@ def test_repeated_sweep_runs_only_the_failed_cell(own_runs: Runs) -> None:
     first, second = own_runs.run_dir("tune-seed_1"), own_runs.run_dir("tune-seed_2")
     # Its parent of ranks imports torch while the first cell trains.
     parent_started = (second.path / "attempts" / "rank-parent.log").stat().st_mtime
-    assert first.read_state().ended > parent_started
+    ended = first.read_state().ended
+    assert ended is not None
+    assert ended > parent_started
 
     repair_trainer(own_runs.project)
     code, output = own_runs.command(*command)

@@ -33,7 +33,8 @@ def join(here: Rank, run: Path, names: str, missing: int | None = None, join_s: 
     found = {} if number == missing else node_group.join(run, 1, join_s)
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end of the test's ranks
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it at run time
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # for the end of the test's ranks
     return found
 
 

@@ -255,13 +255,14 @@ def test_store_between_nodes_answers_only_those_who_know_the_key(
     for text in (problem, other_problem):
         assert text.endswith("it does not know this attempt's key")
     assert theirs.get("key") == b"value"
-    assert ours.num_keys() == 1  # type: ignore[attr-defined]  # of the C++ classes too
+    assert ours.num_keys() == 1
     assert caplog.text.count("without this attempt's key") == 1
 
 
 def test_store_reads_no_large_frame_before_the_proof_of_the_key(tmp_path: Path) -> None:
     port = unused_port()
-    ours, theirs = (store_at(tmp_path, port, rank=rank, num_nodes=2) for rank in range(2))
+    stores: list[Any] = [store_at(tmp_path, port, rank=rank, num_nodes=2) for rank in range(2)]
+    ours, theirs = stores
     for _ in range(2):
         sent, kept = sent_and_kept_mb(port, FRAME_BYTES)
         assert (sent < 64, kept < 64) == (True, True), f"{sent} MB sent, {kept} MB kept"
@@ -428,7 +429,9 @@ def check_error(rank: int, groups: Groups, attempt: Attempt) -> str:
     topology = topology_of(rank, NUM_RANKS, NUM_RANKS, hosts=("n1", "n2", "n3"), master_addr="n1", launcher="slurm")
     before = rng_state(CPU)
     try:
-        collective_check.check(topology, CPU, "gloo", groups, attempt, timeout_s=60, on_expiry=pytest.fail)
+        collective_check.check(
+            topology, CPU, "gloo", groups, attempt, timeout_s=60, on_expiry=lambda error: pytest.fail(str(error))
+        )
     except PreflightError as error:
         return str(error)
     assert_states_equal(rng_state(CPU), before)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
 def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
     model = LanguageModel(replace(cfg.section(RnnConfig), dropout=0.0), corpus.vocab_size)
     for table in ("encoder", "decoder"):
-        weight = model.get_submodule(table).weight
+        weight = model.get_parameter(f"{table}.weight")
         weight.data = initial_rows(table, range(corpus.vocab_size), weight.shape[1], cfg.seed)
     nn.init.zeros_(model.decoder.bias)
     return model
@@ -138,9 +139,7 @@ def test_training_equals_one_process(tmp_path: Path, trainers: int, servers: int
     torch.manual_seed(cfg.seed)
     before = whole_model(cfg, load_corpus(cfg.section(RnnConfig), cfg.seed)).state_dict()
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-6, msg=partial("{}: {}".format, name))
         assert not torch.equal(found[name], before[name]), f"{name} has not changed"
     records, _ = read_records(run.journal / "attempt-001.rank-00000.jsonl")
     metrics = {(key, record.step): value for record in records for key, value in record.metrics.items()}

@@ -80,7 +80,11 @@ def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
             found["numpy"] = group.call(2, "echo", np.float32(0.5), [np.int64(3), np.bool_(True)]).result()
             found["later"] = group.call(2, "later", {"one": (1, [None, "two"])}).result()
             found |= exchanged_values(group)
-            calls = {"fail": (1, "fail", 0), "fail_at": (1, "fail_at", "observer:1"), "unknown": (1, "unknown")}
+            calls: dict[str, tuple[Any, ...]] = {
+                "fail": (1, "fail", 0),
+                "fail_at": (1, "fail_at", "observer:1"),
+                "unknown": (1, "unknown"),
+            }
             for name, arguments in calls.items():
                 with pytest.raises(RemoteError) as failed:
                     group.call(*arguments).result()
@@ -99,7 +103,7 @@ def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
 
 def exchanged_values(group: RpcGroup) -> dict[str, Any]:
     """Return whether values of each kind come back equal; tensors with their strides, and writable."""
-    plain = (None, True, -(2**70), float("inf"), "\udc80 ä", [1, (2.5, {"a": []})], {}, ())
+    plain: tuple[Any, ...] = (None, True, -(2**70), float("inf"), "\udc80 ä", [1, (2.5, {"a": []})], {}, ())
     base = torch.arange(48, dtype=torch.float32).view(2, 2, 3, 4)
     tensors = [
         *(base.to(kind) for kind in (torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.uint8)),
@@ -206,7 +210,8 @@ def exchange_on_gpus(here: Rank, path: Path) -> list[Any]:
     if here.rank < 2:
         device = torch.device("cuda", here.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    weight, found = torch.zeros(1 << 16, device=device), []
+    weight = torch.zeros(1 << 16, device=device)
+    found: list[Any] = []
 
     def add(gradient: torch.Tensor) -> None:
         torch.cuda._sleep(200_000_000)
@@ -218,7 +223,12 @@ def exchange_on_gpus(here: Rank, path: Path) -> list[Any]:
         found.append(weight.mean().item())
         checks.release()
 
-    functions = {"add": add, "read": weight.clone, "drop": lambda tensor: None, "await_check": checks.acquire}
+    functions: dict[str, Callable[..., Any]] = {
+        "add": add,
+        "read": weight.clone,
+        "drop": lambda tensor: None,
+        "await_check": checks.acquire,
+    }
     with open_context(here, RunDir(path), CONFIG, device=device) as ctx, rpc_group(ctx, functions) as group:
         if not ctx.is_main:
             group.serve({"check": check})
@@ -257,7 +267,7 @@ LARGE_SIZES = (PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, 10 * 
 def call_peer(here: Rank, path: Path, num_nodes: int) -> dict[str, Any]:
     """Let the two ranks call each other; return the ports that RPC has opened, and what clients of them experience."""
     received: list[str] = []
-    functions = {"note": received.append, "echo": lambda *values: values}
+    functions: dict[str, Callable[..., Any]] = {"note": received.append, "echo": lambda *values: values}
     with open_context(here, RunDir(path), Config(), num_nodes=num_nodes) as ctx:
         before = listening(os.getpid())
         with rpc_group(ctx, functions) as group:

@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -283,7 +284,7 @@ def test_planted_names_stop_no_run_and_get_nothing_of_it(
 #: Part of the command line of all hpcdist processes, but not of pytest.
 ALL = "hpcdist"
 #: Six calls in a row, after the start of the process.
-SIX = {"first": 12, "count": 6}
+SIX: dict[str, Any] = {"first": 12, "count": 6}
 heavy = pytest.mark.faults
 
 

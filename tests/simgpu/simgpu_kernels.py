@@ -25,7 +25,7 @@ simulation.sim_memory.restype = ctypes.c_void_p
 simulation.sim_memory.argtypes = [ctypes.c_void_p]
 simulation.sim_begin.restype = ctypes.c_int64
 simulation.cudaGetErrorString.restype = ctypes.c_char_p
-libraries = []  #: registrations end with these objects
+libraries: list[torch.library.Library] = []  #: registrations end with these objects
 
 
 class Range(ctypes.Structure):
@@ -142,7 +142,8 @@ def copy_(to: Tensor, source: Tensor) -> Tensor:
 def copy_or_transfer(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if to.device == source.device:
         return copy_(to, source)
-    return torch.ops.aten.copy_.default.redispatch(TRANSFER, to, source, non_blocking)
+    copied: Tensor = torch.ops.aten.copy_.default.redispatch(TRANSFER, to, source, non_blocking)
+    return copied
 
 
 def lstm_cell(
@@ -200,6 +201,7 @@ def install() -> None:
         warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
         library = torch.library.Library("aten", "IMPL")
         libraries.append(library)
+        assert library.m is not None
         for full in names:
             name, _, overload = full.partition(".")
             for key, cpu_key in (("CUDA", "CPU"), ("SparseCUDA", "SparseCPU")):

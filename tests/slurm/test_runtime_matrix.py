@@ -116,7 +116,7 @@ def user_program(folder: Path) -> Path:
     Args:
         folder: an empty folder that all users can enter, for an environment of `PYTHON` with the packages of this one.
     """
-    done = subprocess.run([str(PYTHON), "-m", "venv", "--without-pip", str(folder)], check=False)
+    done = subprocess.run([str(PYTHON), "-m", "venv", "--without-pip", str(folder)], text=True, check=False)
     reason = f"`{PYTHON} -m venv` fails: sudo apt-get install python3-venv"
     if done.returncode == 0:
         (packages,) = folder.glob("lib/python*/site-packages")

@@ -5,8 +5,10 @@ The trainers run at the same time, since the tests mostly wait. `make test` runs
 """
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -40,6 +42,10 @@ class Case:
     #: Ranks that run a training loop and can be held; the other ranks serve them.
     num_stepping: int = 1
     shards: tuple[int, ...] = field(default=())
+
+
+def all_exist(paths: Sequence[Path]) -> bool:
+    return all(path.exists() for path in paths)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -136,7 +142,7 @@ def finished(slurm_runs: SlurmRuns, cases: list[Case]) -> dict[str, Finished]:
         jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
     for case in cases:
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
-        wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=WAIT_S)
+        wait_for(partial(all_exist, held), f"{case.trainer} to be held", timeout_s=WAIT_S)
         sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
         cluster.run("scontrol", "requeue", jobs[case.trainer])
     for job in jobs.values():

@@ -274,7 +274,10 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     dead = [entry for entry in ledger.entries if entry.attempt >= first and entry.node == "n2"]
     assert sum(entry.seconds for entry in dead if entry.cause == "down") > 0, "the dead node"
     assert {len(times.shares) for a in runs.run_dir(LEDGER_RUN).attempts() if (times := read_times(a))} == {2}
-    assert sum(len(s.ranks) for s in read_times(runs.attempt(LEDGER_RUN)).shares.values()) == NUM_RANKS  # type: ignore[union-attr]
+    last = read_times(runs.attempt(LEDGER_RUN))
+    assert last is not None
+    num_ranks = sum(len(share.ranks) for share in last.shares.values())
+    assert num_ranks == NUM_RANKS
 
     code, output = runs.command("sync", LEDGER_RUN)
     assert code == 0, output

@@ -104,7 +104,15 @@ class Containers:
         root = self.folder / "rootfs"
         packages = "python3,python3-venv,ca-certificates"
         # In a new mount namespace: a killed debootstrap would leave /proc mounted in the folder.
-        command = ["unshare", "--mount", "debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", root]
+        command = [
+            "unshare",
+            "--mount",
+            "debootstrap",
+            "--variant=minbase",
+            f"--include={packages}",
+            "bookworm",
+            str(root),
+        ]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         tar = ["tar", "-C", str(root), "--exclude=./var/cache/apt/archives/*", "-c", "."]
         with subprocess.Popen(tar, stdout=subprocess.PIPE) as packed:

@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from launcher_env import topology_of
 from spawn import Rank
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
@@ -43,7 +45,9 @@ def open_context(
         run.new_attempt()
     if here.world_size > 1:
         dist.barrier()
-    group = dist.new_group(backend="gloo") if here.world_size > 1 else None
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if here.world_size > 1 else None
+    # The store of `spawn_ranks` is a file.
+    store = dist.distributed_c10d._get_default_store() if group else HashStore()
     attempt = run.attempts()[-1]
     seed_everything(config.seed)
     with closing(RankRecords(run, attempt=attempt.number, rank=here.rank, pid=os.getpid())) as records:
@@ -53,8 +57,7 @@ def open_context(
             attempt=attempt,
             topology=topology_of(here.rank, here.world_size, num_nodes, attempt=attempt.number),
             device=device,
-            # The store of `spawn_ranks`, a file.
-            groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
+            groups=Groups(group, store),
             stop=StopAgreement(group, flag or StopFlag(), RequestReader(attempt) if here.rank == 0 else None),
             records=records,
             heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_s),

@@ -208,6 +208,7 @@ class Runs:
 
     def holder_pid(self, name: str) -> int:
         lease = wait_for(lambda: read_json(self.run_dir(name).lease), "the lease")
+        assert lease is not None
         return int(lease["pid"])
 
     # --- results of a run

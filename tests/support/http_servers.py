@@ -108,7 +108,7 @@ Application = Callable[..., Iterable[bytes]]
 def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Application]:
     """Yield the WSGI application of MLflow's server, with a new database in `folder`."""
     from mlflow import server
-    from mlflow.server import handlers
+    from mlflow.server import constants, handlers
     from mlflow.tracking._model_registry import utils as registry_utils
     from mlflow.tracking._tracking_service import utils
 
@@ -118,12 +118,12 @@ def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.Mon
     open_client(database)
     # MLflow's server reads and sets these variables for its process; they are restored after the test.
     for name, value in (
-        (server.BACKEND_STORE_URI_ENV_VAR, database),
+        (constants.BACKEND_STORE_URI_ENV_VAR, database),
         ("MLFLOW_TRACKING_URI", database),
         ("MLFLOW_REGISTRY_URI", database),
-        (server.ARTIFACT_ROOT_ENV_VAR, artifact_root),
-        (server.ARTIFACTS_DESTINATION_ENV_VAR, str(folder / "artifacts")),
-        (server.SERVE_ARTIFACTS_ENV_VAR, "true"),
+        (constants.ARTIFACT_ROOT_ENV_VAR, artifact_root),
+        (constants.ARTIFACTS_DESTINATION_ENV_VAR, str(folder / "artifacts")),
+        (constants.SERVE_ARTIFACTS_ENV_VAR, "true"),
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(utils, "_tracking_uri", None)
@@ -135,7 +135,7 @@ def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.Mon
 
 
 class _Silent(WSGIRequestHandler):
-    def log(self, *_: object) -> None:  # type: ignore[override]
+    def log(self, *_: object) -> None:
         pass
 
 

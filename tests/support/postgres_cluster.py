@@ -43,7 +43,17 @@ class PostgresCluster:
 
     def sql(self, statement: str, database: str = "postgres") -> str:
         """Run a statement as the superuser. Returns its rows, one line each, with columns separated by `|`."""
-        command = [self.binaries / "psql", "-h", self.folder, "-p", str(self.port), "-U", "postgres", "-d", database]
+        command = [
+            str(self.binaries / "psql"),
+            "-h",
+            str(self.folder),
+            "-p",
+            str(self.port),
+            "-U",
+            "postgres",
+            "-d",
+            database,
+        ]
         done = subprocess.run(
             [*command, "-X", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-c", statement],
             env={**os.environ, "PGPASSWORD": self.password},
@@ -99,7 +109,11 @@ def postgres_cluster(*, tcp_port: int | None = None) -> Iterator[PostgresCluster
             check=True,
             capture_output=True,
         )
-        options = {"listen_addresses": "127.0.0.1" if tcp_port else "", "port": cluster.port, "fsync": "off"}
+        options: dict[str, int | str | Path] = {
+            "listen_addresses": "127.0.0.1" if tcp_port else "",
+            "port": cluster.port,
+            "fsync": "off",
+        }
         options |= {"unix_socket_directories": folder}
         settings = [word for key, value in options.items() for word in ("-c", f"{key}={value}")]
         server = guard.start(
@@ -121,7 +135,7 @@ def postgres_cluster(*, tcp_port: int | None = None) -> Iterator[PostgresCluster
 
 
 def _wait_until_ready(cluster: PostgresCluster, server: subprocess.Popen[bytes]) -> None:
-    probe = [cluster.binaries / "pg_isready", "-q", "-h", cluster.folder, "-p", str(cluster.port)]
+    probe = [str(cluster.binaries / "pg_isready"), "-q", "-h", str(cluster.folder), "-p", str(cluster.port)]
     until = time.monotonic() + START_S
     while subprocess.run(probe, check=False).returncode != 0:
         log = (cluster.folder / "log").read_text(errors="replace")

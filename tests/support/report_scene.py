@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from hpcdist.host.json_files import write_json
 from hpcdist.review.ledger import Entry, Interval, Ledger
-from hpcdist.run.attempt_times import CAUSES, AttemptTimes, NodeShare, Resources, begin
+from hpcdist.run.attempt_times import CAUSES, AttemptTimes, Cause, NodeShare, Resources, begin
 from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import RunDir, State
 from hpcdist.trainers.comm.results import CheckResult, RankPlace, Results, Row
@@ -73,14 +73,16 @@ def failure(error: str, **changes: Any) -> dict[str, Any]:
 
 def some_ledger() -> Ledger:
     """Return a ledger of two attempts on two nodes."""
+    causes: tuple[Cause, ...] = ("start", "compute", "communication", "checkpoint", "redone", "idle", "down")
     entries = [
         Entry(cause=cause, attempt=1 + number % 2, node=f"n{1 + number % 2}", seconds=10.0 * (number + 1))
-        for number, cause in enumerate(("start", "compute", "communication", "checkpoint", "redone", "idle", "down"))
+        for number, cause in enumerate(causes)
     ]
+    with_queue: tuple[Literal["queue"] | Cause, ...] = ("queue", *CAUSES)
     intervals = [
         Interval(cause=cause, attempt=attempt, began=began, ended=began + 5)
         for attempt in (1, 2)
-        for number, cause in enumerate(("queue", *CAUSES))
+        for number, cause in enumerate(with_queue)
         for began in [_BEGAN + 70 * attempt + 6 * number]
     ]
     ledger = Ledger(running_s=64.0, queue_s=9.0, energy_kwh=0.25, energy_of="nodes")

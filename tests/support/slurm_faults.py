@@ -220,7 +220,7 @@ class Cell:
 
 def as_lines(cells: Sequence[Cell]) -> list[str]:
     """Render the table with aligned columns."""
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for cell in cells:
         values = [getattr(cell, field.name) for field in fields(cell)]
         rows.append(tuple(f"{v:.0f}" if isinstance(v, float) else "-" if v is None else str(v) for v in values))

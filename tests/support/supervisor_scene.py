@@ -267,7 +267,12 @@ def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, An
     scene.script(**SCRIPTS[cell["scene"]])
     scene.launch = cell.get("launch", {})
     if cell["scene"].startswith("stop"):
-        scene.report.on_progress = lambda beat: scene.report.steps[1:] or signal.raise_signal(signal.SIGTERM)
+
+        def stop_at_first_step(beat: object) -> None:
+            if not scene.report.steps[1:]:
+                signal.raise_signal(signal.SIGTERM)
+
+        scene.report.on_progress = stop_at_first_step
     supervisor = scene.supervisor()
     result: dict[str, Any] = {"error": None}
     if record := cell.get("record"):

@@ -16,7 +16,9 @@ from hpcdist.trainers.ddp import train as ddp
 def train(ctx: Context, cfg: Config) -> None:
     step = ddp.train_step
 
-    def observed(ctx: Context, cfg: Config, model: Any, optimizer: Any, scaler: Any, batches: Any) -> dict[str, Any]:
+    def observed(
+        ctx: Context, cfg: Config, model: Any, optimizer: Any, scaler: Any, micro_batches: Any
+    ) -> dict[str, Any]:
         group: Any = dist.group.WORLD
         convolution = next(one for one in model.parameters() if one.dim() == 4)
         with ddp.autocast(ctx, cfg):
@@ -32,7 +34,7 @@ def train(ctx: Context, cfg: Config) -> None:
         }
         if ctx.rank == 1:
             (ctx.run.attempt(ctx.topology.attempt).path / "gpu.json").write_text(json.dumps(facts))
-        return step(ctx, cfg, model, optimizer, scaler, batches)
+        return step(ctx, cfg, model, optimizer, scaler, micro_batches)
 
     ddp.train_step = observed
     ddp.train(ctx, cfg)

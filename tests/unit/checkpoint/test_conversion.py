@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -194,7 +194,8 @@ class Net(nn.Module):
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it at run time
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -206,11 +207,11 @@ def test_clean_state_dict_has_names_of_bare_module_under_any_wrapper() -> None:
     names = list(bare.state_dict())
     inner = Net()
     inner.load_state_dict(bare.state_dict())
-    inner.head[0] = torch.compile(inner.head[0])
-    wrapped = torch.compile(DistributedDataParallel(inner))
+    inner.head[0] = cast(nn.Module, torch.compile(inner.head[0]))
+    wrapped = cast(nn.Module, torch.compile(DistributedDataParallel(inner)))
 
     assert "_orig_mod.module.head.0._orig_mod.weight" in wrapped.state_dict()
-    for module in (bare, wrapped, nn.DataParallel(bare), torch.compile(bare)):
+    for module in (bare, wrapped, nn.DataParallel(bare), cast(nn.Module, torch.compile(bare))):
         state = clean_state_dict(module)
         assert list(state) == names
         assert all(torch.equal(state[name], bare.state_dict()[name]) for name in names)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
@@ -51,7 +52,8 @@ def save(saver: AsyncSaver, step: int, *, model: Any = None, wait: bool = False,
 
 
 def value(store: CheckpointStore, step: int) -> float:
-    return store.load(store.folder / f"step-{step:08d}").model["w"][0].item()
+    weight: float = store.load(store.folder / f"step-{step:08d}").model["w"][0].item()
+    return weight
 
 
 def test_a_save_copies_the_state_and_waits_for_the_previous_one(
@@ -67,7 +69,7 @@ def test_a_save_copies_the_state_and_waits_for_the_previous_one(
 
     monkeypatch.setattr(checkpoint_store, "write_files", held)
     weight = torch.zeros(1000)
-    trainer = {"position": [1, 2], "momentum": torch.zeros(3)}
+    trainer: dict[str, Any] = {"position": [1, 2], "momentum": torch.zeros(3)}
     save(saver, 1, model={"w": weight}, trainer=trainer, rank_states=[rng_state(torch.device("cpu"))])
     assert reached.wait(30)
     weight.fill_(7)
@@ -302,7 +304,7 @@ def test_full_disk_is_an_error_of_the_next_call_once_and_an_unreachable_one_is_t
     assert list(store.folder.iterdir()) == []
     disk.error = errno.EIO
     monkeypatch.setattr(retry._Mode, "within_s", 30.0)
-    monkeypatch.setattr(retry.time, "sleep", lambda _: setattr(disk, "error", None))
+    monkeypatch.setattr(time, "sleep", lambda _: setattr(disk, "error", None))
     save(saver, 4)
     saver.close()
     assert value(store, 4) == 4.0
@@ -328,7 +330,7 @@ def test_copy_has_equal_values_and_plain_containers() -> None:
         A = 3
 
     tensors = [torch.arange(3), torch.tensor(1.5), torch.zeros(0, 4), torch.ones(2, dtype=torch.bfloat16)]
-    same = {
+    same: dict[Any, Any] = {
         "tuple": (1, 2.5, "x", None, True, b"y"),
         "ordered": OrderedDict(a=1),
         "milestones": Counter([30, 30, 60]),
@@ -387,7 +389,7 @@ def test_buffers_of_any_sizes_do_not_overlap(monkeypatch: pytest.MonkeyPatch) ->
 def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage() -> None:
     embedding = torch.randn(10, 4)
     big = torch.randn(1000, 1000)
-    state = {
+    state: dict[str, Any] = {
         "tied": [embedding, nn.Parameter(embedding).detach(), embedding[:]],
         "column": big[:, 3],
         "expanded": torch.ones(3, 1).expand(3, 50),
@@ -436,10 +438,10 @@ def test_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
     with open_context(SINGLE_RANK, run, Config()) as ctx:
         ctx.should_stop(np.int64(3), np.int64(5))  # type: ignore[arg-type]
         ctx.save(
-            np.int64(3),
+            np.int64(3),  # type: ignore[arg-type]
             model=nn.Linear(1, 1),
             trainer={},
-            local={"best": np.float32(0.5)},  # type: ignore[arg-type]
+            local={"best": np.float32(0.5)},
         )
         close(ctx)
         beat = run.attempt(1).read_beat(0)

@@ -1,5 +1,6 @@
 """doctor's page, and its sections about a cluster."""
 
+import shutil
 import socket
 import subprocess
 import threading
@@ -309,7 +310,7 @@ class Srun:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command = "", False, [""]
         monkeypatch.setattr(on_nodes, "run_within", self)
-        monkeypatch.setattr(doctor_report.shutil, "which", lambda name: name)
+        monkeypatch.setattr(shutil, "which", lambda name: name)
 
     def __call__(
         self, command: list[str], limit_s: float, *, env: dict[str, str], is_enough: None = None

@@ -17,6 +17,7 @@ from http_servers import serving
 
 from hpcdist.checks import site as module
 from hpcdist.checks.site import GIB, folder_checks, store_checks
+from hpcdist.host import storage
 from hpcdist.host.check_result import Check
 
 
@@ -44,7 +45,7 @@ def test_unusable_database_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "text.db").write_text("no database\n" * 100)
     check = last_check(uri)
     assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
-    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     check = last_check(uri)
     assert (check.level, "cannot be written by this user" in check.text) == ("warning", True)
 
@@ -136,11 +137,11 @@ def checks_of(folder: Path) -> dict[str, Check]:
 @pytest.fixture
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement of the speed, which writes for two seconds."""
-    monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**30)
+    monkeypatch.setattr(storage, "write_speed", lambda *_: 2.0**30)
 
 
 def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     (check,) = folder_checks(tmp_path)
     me = os.getuid()
     assert check.level == "failure"
@@ -180,13 +181,13 @@ def test_little_space_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 12}, "failure", "12 more files can be created"),
         ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 10**6}, "ok", "50.0 GiB free of 100.0"),
     ):
-        monkeypatch.setattr(module.storage, "space", lambda path, space=space: space)
+        monkeypatch.setattr(storage, "space", lambda path, space=space: space)
         check = checks_of(tmp_path)["disk"]
         assert (check.level, text in check.text) == (level, True)
 
 
 def test_missing_locks_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.storage, "lock_problem", lambda path: "No locks available")
+    monkeypatch.setattr(storage, "lock_problem", lambda path: "No locks available")
     assert checks_of(tmp_path)["locks"].level == "warning"
 
 
@@ -199,10 +200,10 @@ def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, mo
     assert {name for name, check in found.items() if check.level == "ok"} >= {"runs", "file system", "disk", "locks"}
     assert found["runs"].text == f"{tmp_path}/runs (the first run creates it)"
     assert list(tmp_path.iterdir()) == [], "the check creates nothing"
-    monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**20)
+    monkeypatch.setattr(storage, "write_speed", lambda *_: 2.0**20)
     speed = checks_of(tmp_path)["writing"]
     assert (speed.level, "1 MiB/s" in speed.text) == ("note", True)
-    monkeypatch.setattr(module.storage, "write_speed", fail)
+    monkeypatch.setattr(storage, "write_speed", fail)
     check = checks_of(tmp_path)["writing"]
     assert (check.level, "could not be written (Read-only file system)" in check.text) == ("failure", True)
 
@@ -218,10 +219,10 @@ def test_file_system_that_nodes_or_later_containers_do_not_see_is_a_warning(
         ("ext4", True, "warning", "Slurm's nodes must see it"),
         ("tmpfs", True, "warning", "each machine has its own: Slurm's nodes must see it"),
     ):
-        monkeypatch.setattr(module.storage, "mount_of", lambda path, kind=kind: (kind, "server:/home"))
+        monkeypatch.setattr(storage, "mount_of", lambda path, kind=kind: (kind, "server:/home"))
         check = folder_checks(tmp_path, on_cluster=on_cluster)[1]
         assert (check.level, text in check.text) == (level, True), check
-    monkeypatch.setattr(module.storage, "mount_of", lambda path: ("overlay", "overlay"))
+    monkeypatch.setattr(storage, "mount_of", lambda path: ("overlay", "overlay"))
     for own_layer, level, fix in ((True, "warning", f"mount a folder: -v $PWD/runs:{tmp_path}"), (False, "ok", "")):
         monkeypatch.setattr(module, "is_in_container_layer", lambda place, own_layer=own_layer: own_layer)
         check = folder_checks(tmp_path, in_container=True)[1]

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def software(
 ) -> dict[str, Check]:
     """Return the results for versions of this Python's packages, by name."""
     monkeypatch.setattr(machine_checks, "version_of", lambda name: vision)
-    monkeypatch.setattr(machine_checks.metadata, "requires", lambda name: ["numpy", requires, "pillow!=8.3.*,>=5.3.0"])
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", requires, "pillow!=8.3.*,>=5.3.0"])
     return {
         check.name: check
         for check in machine_checks.software_checks({"python": "3.11.2", **found}, torch_required=required)

@@ -15,7 +15,7 @@ from hpcdist.host.check_result import Check
 
 GPU = {"index": 0, "used_mb": 4, "total_mb": 143771, "uncorrected_errors": 0, "throttled": [], "pids": []}
 BROKEN = GPU | {"index": 1, "uncorrected_errors": 2}
-ON_GPUS = {"backend": "nccl", "gpus_per_node": 2}
+ON_GPUS: dict[str, Any] = {"backend": "nccl", "gpus_per_node": 2}
 VERSIONS = {"python": "3.12.3", "hpcdist": "0.1.0", "source": "abc", "torch": "2.15.0", "cuda": "13.2"} | {
     "nccl": "2.30.7", "driver": "580.82.07"
 }  # fmt: skip

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ from hpcdist.tracking.uri import link_to_newest, link_to_run
 
 pytestmark = pytest.mark.processes  # the undamaged run is made with git
 
-EXTRA = {
+EXTRA: dict[str, dict[str, Any]] = {
     "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},
     "cell.json": {"sweep": "grid", "label": "l", "values": {}},
     "attempts/001/rank-00000.beat.json": {"time": 1.0, "step": 285, "total_steps": 300, "metrics": {"loss": 0.1}},
@@ -110,7 +111,11 @@ def numbers(value: object) -> Callable[[Path], object]:
 
 
 def replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda path: (path.unlink(), make(path))
+    def damage(path: Path) -> object:
+        path.unlink()
+        return make(path)
+
+    return damage
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

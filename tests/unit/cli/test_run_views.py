@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,8 +396,12 @@ def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatc
         queries.append(jobs)
         return {"7": JobInfo(id="7", name="exp/first", state="PENDING", reason="Priority")}
 
+    def take_snapshot(job: Any) -> JobSnapshot:
+        queries.append(job.id)
+        return JobSnapshot()
+
     monkeypatch.setattr(client, "query_jobs", query_jobs)
-    monkeypatch.setattr(client, "take_snapshot", lambda job: queries.append(job.id) or JobSnapshot())
+    monkeypatch.setattr(client, "take_snapshot", take_snapshot)
     run_views.show_runs(console, *run_views.read_rows([*runs, gone]), runs_dir)
     assert queries == [["7", "8"], "8"]
     text = text_of(console)
@@ -422,7 +426,7 @@ def test_log_is_that_of_the_rank_that_failed_first(make: Make, capsys: pytest.Ca
 class Events:
     """Events of a run while a command follows it: one at each pause of the command."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: list[Callable[[], object]]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: Sequence[Callable[[], object]]) -> None:
         self._events: Iterator[Callable[[], object]] = iter(events)
         monkeypatch.setattr(run_views, "Event", lambda: self)
 
@@ -500,7 +504,7 @@ def test_follow_shows_how_an_attempt_ended_and_measures_the_next_one_anew(
 ) -> None:
     run = make(status="running", attempt=1, world_size=2)
     now = 100.0
-    monkeypatch.setattr(run_views.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
 
     def steps(attempt: int, step: int, later_s: float) -> None:
         nonlocal now

@@ -16,7 +16,7 @@ from command_line import Cli, Make, Result, SetJob, job, make_sweep, one_line
 from typer.main import get_command
 
 from hpcdist.checks import doctor_report as checks_doctor
-from hpcdist.checks import site
+from hpcdist.checks import machine_checks, site
 from hpcdist.cli import runs
 from hpcdist.cli.app import make_app
 from hpcdist.errors import RunFolderError
@@ -438,9 +438,7 @@ def checked(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run `hpcdist doctor` in this process, on a machine without Slurm."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(
-        checks_doctor.checks_machine, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")]
-    )
+    monkeypatch.setattr(machine_checks, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")])
     monkeypatch.setattr(checks_doctor, "read_slurm", lambda: site.SlurmFacts(missing=site.NEEDED))
     which = shutil.which
 
@@ -468,9 +466,9 @@ def test_doctor_prints_sections_and_a_summary(checked: Cli, tmp_path: Path, monk
     assert "  ok       2 ranks, gloo  32 checks passed" in lines
     assert lines[-1].startswith("No problem found that would make a run fail;")
     assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
-    access = site.os.access
+    access = os.access
     # Root can write everywhere.
-    monkeypatch.setattr(site.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
     code, out, _ = checked()
     assert code == 1
     # A long path is never cut, so the line may break around it.

@@ -4,6 +4,7 @@ import resource
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_host_network_serves_a_local_server_and_a_stop_waits_for_saving_and_ship
 
 
 def test_variables_are_passed_by_name_without_values() -> None:
-    env = {
+    env: dict[str, Any] = {
         "MLFLOW_TRACKING_PASSWORD": "hidden",
         "NCCL_DEBUG": "INFO",
         "HPCDIST_RUNS_DIR": "/other",

@@ -2,6 +2,7 @@ import fcntl
 import socket
 import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -36,7 +37,9 @@ def test_datasets_that_are_not_downloaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_download_has_the_layout_of_torchvision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_has_the_layout_of_torchvision(
+    name: Literal["mnist", "fashion_mnist", "cifar10"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(download, "_fetch", write_files)
     root = tmp_path / "new" / "root"
     assert missing(DataConfig(name=name, root=str(root))) == (

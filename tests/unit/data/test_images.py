@@ -15,6 +15,7 @@ from torch import Tensor
 from hpcdist.data import datasets as batches_module
 from hpcdist.data import image_sources as data_images
 from hpcdist.data.datasets import Normalize, PreloadedSplit, Split, StreamingSplit
+from hpcdist.data.download import CIFAR10_MD5
 from hpcdist.data.image_sources import (
     CROP_PADDING,
     IMAGE_SUFFIXES,
@@ -109,7 +110,7 @@ def test_damaged_or_missing_digits_raise_data_error(monkeypatch: pytest.MonkeyPa
 def test_cifar10_checksums_equal_those_of_torchvision() -> None:
     from torchvision.datasets import CIFAR10
 
-    assert dict(data_images.CIFAR10_MD5) == dict(CIFAR10.train_list + CIFAR10.test_list)
+    assert dict(CIFAR10_MD5) == dict(CIFAR10.train_list + CIFAR10.test_list)
 
 
 def test_crafted_cifar10_file_is_not_unpickled(tmp_path: Path) -> None:

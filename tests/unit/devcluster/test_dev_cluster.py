@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,7 @@ def test_truncated_settings_file_counts_as_no_cluster(recorded: Layout) -> None:
 
 def test_commands_that_need_root_report_it(layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    by_node = [
-        lambda call=call: call(layout, "n1") for call in (cluster.kill_node, cluster.start_node, cluster.slow_node)
-    ]
+    by_node = [partial(call, layout, "n1") for call in (cluster.kill_node, cluster.start_node, cluster.slow_node)]
     for call in (lambda: cluster.up(layout, {}, env={}), lambda: cluster.down(layout), *by_node):
         with pytest.raises(DevClusterError, match=r"needs root .*: sudo \$\(which hpcdist\) devcluster "):
             call()

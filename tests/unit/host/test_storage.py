@@ -1,6 +1,7 @@
 """Tests of the facts and tests of a file system."""
 
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -43,9 +44,9 @@ def test_wrong_and_missing_locks_are_problems(tmp_path: Path, monkeypatch: pytes
     def fail(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(storage.fcntl, "flock", lambda file, how: None)
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
     assert storage.lock_problem(tmp_path) == "two processes got the same lock"
-    monkeypatch.setattr(storage.fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", fail)
     assert storage.lock_problem(tmp_path) == "No locks available"
 
 
@@ -53,7 +54,7 @@ def test_full_file_system_raises_and_leaves_no_file(tmp_path: Path, monkeypatch:
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(storage.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left on device"):
         storage.write_speed(tmp_path, 2**20, 5.0)
     assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,10 @@
 import errno
 import re
 import socket
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hpcdist_runs import unused_port, wait_for
@@ -79,9 +81,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 def of(slurm: Slurm, runs_dir: Path, **cluster: int) -> ElasticNodes:
     run = RunDir.create(runs_dir / "exp" / "first")
-    config = Config(
-        cluster=ClusterConfig(**{"nodes": 4, "tasks_per_node": 2, **cluster}), data=DataConfig(global_batch_size=64)
-    )
+    settings: dict[str, Any] = {"nodes": 4, "tasks_per_node": 2, **cluster}
+    config = Config(cluster=ClusterConfig(**settings), data=DataConfig(global_batch_size=64))
     job = CurrentJob(id="7", restart_count=0, end_time=None)
     return ElasticNodes(run, config, job, NODES, slurm.env)
 
@@ -165,7 +166,7 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     save(nodes, 10)
     slurm.alive(*NODES)
     assert grown(nodes) == "n3"
-    assert nodes.pool.used == ("n1", "n2", "n4"), "the running attempt keeps its nodes"
+    assert list(nodes.pool.used) == ["n1", "n2", "n4"], "the running attempt keeps its nodes"
     nodes.use_returned()
     assert nodes.pool.used == NODES, "before the resources of the next attempt are recorded"
     nodes.begin()
@@ -230,7 +231,7 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     nodes.detect_lost()
     silent[:] = []
     nodes.detect_lost()
-    assert nodes.pool.idle == (), "it was lost twice"
+    assert list(nodes.pool.idle) == [], "it was lost twice"
     silent[:] = ["n2", "n4"]
     assert nodes.detect_lost() == (2, "n2")
     assert nodes.end_ranks("ranks-001")
@@ -258,7 +259,7 @@ HOSTS = {"n1": "127.0.0.1", "n2": "127.0.0.2"}
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the probe in a list with one element."""
     now = [1000.0]
-    monkeypatch.setattr(elastic_nodes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
@@ -282,7 +283,7 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
         return errno.EHOSTUNREACH if address[0] in lost else real(connection, address)
 
     lost = {"127.0.0.3"}
-    monkeypatch.setattr(elastic_nodes.socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
     for _ in range(20):
         assert probe.silent() == []
         clock[0] += 0.5
@@ -316,8 +317,8 @@ def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None
     pool = NodePool(NODES, most=8, least=2, spare=1)
     assert (pool.used, pool.idle) == (("n1", "n2", "n3"), ("n4",))
     assert pool.drop_silent(["n4"])
-    assert pool.used == ("n1", "n2", "n3")
-    assert pool.missing == (), "the run has its size"
+    assert list(pool.used) == ["n1", "n2", "n3"]
+    assert list(pool.missing) == [], "the run has its size"
     assert pool.drop_silent(["n3"])
     assert pool.used == ("n1", "n2")
     assert pool.missing == ("n3", "n4")

@@ -2,6 +2,7 @@
 
 import random
 import re
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -361,7 +362,7 @@ def test_nodes_must_see_the_folder(slurm: FakeCommands, tmp_path: Path, monkeypa
     # The only node of the partition is this machine.
     slurm.add_script("sinfo", "echo 'main|1|8|32768|gpu:2|idle|login'")
     monkeypatch.setattr(submit_checks, "mount_of", lambda _: ("ext4", "/dev/sda1"))
-    monkeypatch.setattr(submit_checks.socket, "gethostname", lambda: "login.site")
+    monkeypatch.setattr(socket, "gethostname", lambda: "login.site")
     assert check(tmp_path)[0] == []
 
 
@@ -405,8 +406,10 @@ esac; done""",
 # --- Strings of the config in batch scripts: malicious ones are rejected or quoted.
 
 
-PIECES = ("\n", "\r", "\x1b", "\u2028", "'", '"', "`touch x`", "$(touch x)", "; touch x;", "&& touch x", "|| touch x")
-PIECES += ("#", "\\", "$HOME", "${IFS}", "größe", "-", " ", "*", "{a,b}", "!x", "\n#SBATCH --uid=0\n", "EOF\n", "%j")
+PIECES = (
+    *("\n", "\r", "\x1b", "\u2028", "'", '"', "`touch x`", "$(touch x)", "; touch x;", "&& touch x", "|| touch x"),
+    *("#", "\\", "$HOME", "${IFS}", "größe", "-", " ", "*", "{a,b}", "!x", "\n#SBATCH --uid=0\n", "EOF\n", "%j"),
+)
 TEXT_KEYS = (
     *(f"cluster.{name}" for name in ("partition", "account", "qos", "mem", "constraint", "exclude")),
     *("cluster.sbatch.comment", "cluster.srun.comment", "cluster.env.GREETING"),

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from launcher_env import OWN, STEP, Env, topology_of
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
 from hpcdist.config.launch_schema import LaunchConfig

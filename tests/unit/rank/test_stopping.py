@@ -9,7 +9,6 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -118,7 +117,11 @@ def test_profile_that_cannot_be_written_does_not_end_the_training(
 def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
     rank: OneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[Any] = [None, OSError(errno.ESTALE, os.strerror(errno.ESTALE)), profile(1, 0)]
+    answers: list[LiveCommand | OSError | None] = [
+        None,
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        profile(1, 0),
+    ]
 
     def read(*_: object, **__: object) -> LiveCommand | None:
         answer = answers.pop(0)

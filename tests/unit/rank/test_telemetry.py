@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from torch import nn
 
 from hpcdist.errors import TrainerError
 from hpcdist.host.json_files import read_json
-from hpcdist.rank import step_timing, telemetry
+from hpcdist.rank import telemetry
 from hpcdist.rank.step_timing import MAX_SEARCHES, EventClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.rank.telemetry import Heartbeat, LossWatch, enable_flight_recorders, write_records
 from hpcdist.run.folder import TIMES_PER_S, Attempt
@@ -56,7 +58,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(json.loads(data)["step"])
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(telemetry.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     return seen
 
 
@@ -135,11 +137,11 @@ def test_full_disk_is_logged_once_and_write_is_retried(
         raise OSError(28, "No space left on device")
 
     def fill_disk() -> None:
-        monkeypatch.setattr(telemetry.os, "pwrite", full)
+        monkeypatch.setattr(os, "pwrite", full)
         step(beat, 1)
 
     def free_disk() -> None:
-        monkeypatch.setattr(telemetry.os, "pwrite", real)
+        monkeypatch.setattr(os, "pwrite", real)
 
     with caplog.at_level(logging.WARNING):
         run_intervals(beat, fill_disk, nothing, free_disk)
@@ -152,7 +154,8 @@ def test_full_disk_is_logged_once_and_write_is_retried(
 
 def test_number_of_metrics_is_limited(attempt: Attempt) -> None:
     beat = Heartbeat(attempt, 0, 1, 60.0)
-    beat.note_logged({"loss": np.float32(0.5)} | {f"key/{number}": float(number) for number in range(5000)}, None)
+    loss: Any = np.float32(0.5)
+    beat.note_logged({"loss": loss} | {f"key/{number}": float(number) for number in range(5000)}, None)
     beat.note_logged({"loss": np.float64(0.25), "late": 1.0}, 8)
     for step in (8, 7):  # MLflow keeps the first value of a step, and shows that of the largest
         beat.note_logged({"loss": 0.125}, step)
@@ -191,13 +194,15 @@ def test_records_of_nccl_are_read_from_the_recorder_that_this_torch_writes(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, empty = json.dumps({"entries": [entry(1)]}).encode(), b"{}"
-    for recorders in (
+
+    def of_backend(*, backend: str = "gloo") -> bytes:
+        return full if backend == "nccl2" else empty
+
+    versions: tuple[dict[str, Any], ...] = (
         {"_dump_fr_trace_json": lambda: empty, "_dump_nccl_trace_json": lambda: full},  # torch 2.11
-        {
-            "_dump_fr_trace_json": lambda *, backend="gloo": full if backend == "nccl2" else empty,
-            "_dump_nccl_trace_json": lambda: empty,
-        },  # torch 2.15
-    ):
+        {"_dump_fr_trace_json": of_backend, "_dump_nccl_trace_json": lambda: empty},  # torch 2.15
+    )
+    for recorders in versions:
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**recorders))
         write_records(attempt, 0)
         assert (read_json(attempt.flight(0)) or {})["recorders"] == {"nccl": {"entries": [entry(1)]}}
@@ -205,7 +210,8 @@ def test_records_of_nccl_are_read_from_the_recorder_that_this_torch_writes(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_collectives_on_a_gpu_are_in_the_records_of_nccl(attempt: Attempt) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it at run time
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
         dist.all_reduce(torch.ones(3, device="cuda"))
         torch.cuda.synchronize()
@@ -237,12 +243,13 @@ def test_loss_that_stays_nan_is_reported_once_with_its_first_step_or_ends_the_tr
 ) -> None:
     caplog.set_level("INFO", "hpcdist")
     watch = LossWatch()
+    nan: Any = np.float32("nan")
     watch.note({"train/loss": math.nan, "accuracy": math.nan}, 1)
     watch.note({"train/loss": math.inf, "accuracy": math.nan}, 2)
     watch.note({"train/loss": 0.5, "accuracy": math.nan}, 3)  # as after a step that a gradient scaler skips
     for step in range(4, 9):
         assert watch.finding == ("" if step < 7 else "train/loss is nan since step 4 (3 logged steps in a row)")
-        watch.note({"train/loss": np.float32("nan")}, step)
+        watch.note({"train/loss": nan}, step)
     assert caplog.messages == [watch.finding]
     watch = LossWatch(2)
     watch.note({"Loss": math.inf}, 10)
@@ -373,15 +380,16 @@ STEPS: dict[str, tuple[list[tuple[Any, ...]], tuple[float, ...]]] = {
 
 @pytest.mark.parametrize(("calls", "sums"), STEPS.values(), ids=STEPS)
 def test_sums_after_a_step(trainer: TimedTrainer, calls: list[tuple[Any, ...]], sums: tuple[float, ...]) -> None:
+    actions: dict[str, Callable[..., object]] = {
+        "forward": trainer.forward,
+        "backward": trainer.backward,
+        "buffers": trainer.timer.buffers_exchanged,
+        "skip": trainer.timer.skip,
+        "wait": trainer.wait,
+        "sync": lambda value: setattr(trainer.model, "require_backward_grad_sync", value),
+    }
     for name, *arguments in calls:
-        {
-            "forward": trainer.forward,
-            "backward": trainer.backward,
-            "buffers": trainer.timer.buffers_exchanged,
-            "skip": trainer.timer.skip,
-            "wait": trainer.wait,
-            "sync": lambda value: setattr(trainer.model, "require_backward_grad_sync", value),
-        }[name](*arguments)
+        actions[name](*arguments)
     trainer.timer.step_done()
     assert trainer.sums == sums
 
@@ -460,7 +468,7 @@ class FakeEvent:
 
 
 def test_gpu_steps_are_counted_after_completion_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timing.torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
     trainer = TimedTrainer(EventClock(torch.device("cuda")))
     trainer.timer.step_done()
 
@@ -491,7 +499,7 @@ def test_gpu_steps_are_counted_after_completion_without_waiting(monkeypatch: pyt
 def test_first_rank_with_steps_of_each_node_logs_at_an_interval(
     trainer: TimedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_timing.socket, "gethostname", lambda: "n2")
+    monkeypatch.setattr(socket, "gethostname", lambda: "n2")
     times = [NodeTimes(trainer.timer, topology_of(rank, 6, 2), log_every=2) for rank in range(6)]
     for one in times:
         one.leave_to([1, 2, 3, 5])  # 0 and 4 are parameter servers
@@ -508,7 +516,7 @@ def test_first_rank_with_steps_of_each_node_logs_at_an_interval(
     one_node = NodeTimes(trainer.timer, topology_of(0, 2, 1), 1).due(1)
     assert set(one_node) == {"time/step_s", "time/data_s", "time/compute_s"}
     clock = [100.0]
-    monkeypatch.setattr(step_timing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     of_many, logged = NodeTimes(trainer.timer, topology_of(0, 1024, 512), 1), 0
     for step in range(1000):
         trainer.step(data=1, compute=1)

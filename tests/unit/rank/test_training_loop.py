@@ -272,14 +272,15 @@ class Model(nn.Module):
 
 
 def test_buffers_change_by_the_weighted_mean_of_the_micro_batches() -> None:
-    model = nn.ModuleDict({"inner": Model()})
+    inner = Model()
+    model = nn.ModuleDict({"inner": inner})
     changes, before = BufferChanges(model), dict(model.named_buffers())
     values, weights = ([1.0, 3.0], [2.0, -1.0], [4.0, 4.0]), (0.5, 0.25, 0.25)
     total = torch.zeros(changes.size)
     for number, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        model["inner"](torch.tensor(value), number % 2)
+        inner(torch.tensor(value), number % 2)
         total += torch.cat(changes.take(weight, torch.float32))
-        assert model["inner"].seen.tolist() == [False, False, True], "reset after the micro-batch"
+        assert inner.seen.tolist() == [False, False, True], "reset after the micro-batch"
     changes.apply(total)
     found = dict(model.named_buffers())
     assert all(buffer is before[name] for name, buffer in found.items()), "DDP keeps the tensors"

@@ -229,7 +229,7 @@ def test_long_setup_leaves_space_for_the_result_and_is_complete_in_the_report() 
         overrides={"url": Override(before=1, after=secret), **values, **many},
         attempts=(replace(FIRST, nodes=nodes),),
     )
-    text = described(facts, Ledger(entries=[Entry(cause="compute", attempt=1, node="n1", seconds=5400.0)]))
+    text = described(facts, Ledger(entries=(Entry(cause="compute", attempt=1, node="n1", seconds=5400.0),)))
     assert f"params.p00 = {'a' * 99}… (config: {'b' * 99}…)" in text
     assert "z19 = 2 (config: 1)<br>20 more" in text
     assert "sss" not in text
@@ -284,8 +284,8 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         "with all overrides and the code in that folder today:"
         " Replace each *** by the secret, which is not recorded.\n" in secret
     )
-    uri = Override(before=None, after="https://ada:secret-in-two-parts@host/x")
-    assert "secret-in" not in described(replace(default, overrides={"params.uri": uri}))
+    override = Override(before=None, after="https://ada:secret-in-two-parts@host/x")
+    assert "secret-in" not in described(replace(default, overrides={"params.uri": override}))
 
 
 @pytest.mark.processes  # a shell

@@ -1,6 +1,7 @@
 """The ledger of a run folder: its entries add up to wall time × resources, each with the right cause."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_running_attempt_counts_until_now(run: RunDir, monkeypatch: pytest.Monke
     add_attempt(run, 1, None, [account(1, 21, closed=False)] * 4)
     run.write_state(State(status="running", attempt=1))
     monkeypatch.setattr(review_ledger, "holder", lambda run: {"pid": 1})
-    monkeypatch.setattr(review_ledger.time, "time", lambda: BEGAN + 22)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 22)
     ledger = read_ledger(run)
     assert sums(ledger, 1) == {"data": 4.0, "compute": 80.0, "idle": 21.0}
     assert max(interval.ended for interval in ledger.intervals) == BEGAN + 22
@@ -172,8 +173,8 @@ def write_starts(run: RunDir, *starts: dict[str, Any], **more: Any) -> None:
     moved = [
         {key: BEGAN + value if key in ("began", "ended") else value for key, value in start.items()} for start in starts
     ]
-    starts = {str(number): start for number, start in enumerate(moved)}
-    write_json(run.path / "job.json", {"job_id": "41", "starts": starts, **more})
+    numbered = {str(number): start for number, start in enumerate(moved)}
+    write_json(run.path / "job.json", {"job_id": "41", "starts": numbered, **more})
 
 
 def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
@@ -195,7 +196,8 @@ def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
         "finish": 10 * 5 + 5 * 5,  # after attempts that ended as they should
         "down": 10 * 5,
     }
-    assert (ledger.queue_s, ledger.energy_kwh) == (24.0, pytest.approx(3.0))
+    assert ledger.queue_s == 24.0
+    assert ledger.energy_kwh == pytest.approx(3.0)
     queued = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.cause == "queue"]
     assert queued == [(-7, 0), (92, 100), (191, 200)]
 
@@ -212,10 +214,12 @@ def test_energy_of_ranks_counts_once_for_each_sensor_and_attempt(run: RunDir) ->
         add_energy(run, number, 1, {"GPU-a": 3.5e6})  # shares the GPU of rank 0
         add_energy(run, number, 2, {"intel-rapl:0 package-0": 2.4e6})  # another node
     ledger = read_ledger(run)
-    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(4.0), "GPUs and CPUs")
+    assert ledger.energy_kwh == pytest.approx(4.0)
+    assert ledger.energy_of == "GPUs and CPUs"
     write_starts(run, {"nodes": "n[1-2]", "began": 0, "ended": 200, "cores": 5, "energy_j": 7.2e6})
     ledger = read_ledger(run)
-    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(2.0), "nodes"), "Slurm's energy comes first"
+    assert ledger.energy_kwh == pytest.approx(2.0)
+    assert ledger.energy_of == "nodes", "Slurm's energy comes first"
 
 
 def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_attempt(run: RunDir) -> None:

@@ -112,10 +112,10 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.run.attempt(2).send_request(StopRequest(cause="preemption"))
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
-    starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
-    starts = {
+    ends = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
+    starts: dict[str, dict[str, Any]] = {
         str(number): {"nodes": "n1", "began": began, "ended": ended, "cores": 2, "state": state}
-        for number, (began, ended, state) in enumerate(starts)
+        for number, (began, ended, state) in enumerate(ends)
     }
     write_json(folder.run.path / "job.json", {"job_id": "7", "starts": starts})
     assert [one.cause for one in folder.facts(status="finished").attempts] == [
@@ -221,7 +221,7 @@ def test_overrides_model_and_datasets_are_read(folder: Folder) -> None:
     folder.attempt(first_step=None, step=0)
     facts = folder.facts()
     assert (facts.num_parameters, facts.datasets, facts.devices) == (12, data, "")
-    machine = {"devices": "2 × NVIDIA A100", "cpu": "AMD EPYC 7B13, 8 logical CPUs"}
+    machine: dict[str, Any] = {"devices": "2 × NVIDIA A100", "cpu": "AMD EPYC 7B13, 8 logical CPUs"}
     write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, **machine))
     facts, tags = folder.facts(), state_tags(folder.run, folder.run.read_state())
     assert machine == {key: tags[f"hpcdist.{key}"] for key in machine} == {"devices": facts.devices, "cpu": facts.cpu}

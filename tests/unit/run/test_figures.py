@@ -12,7 +12,7 @@ from hpcdist.run.figures import Curves, Histogram, Matrix, histogram, read_figur
 def test_figures_are_read_as_written_and_histograms_count_each_value_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    figures = [
+    figures: list[Matrix | Curves | Histogram] = [
         Matrix(title="m", row_label="r", column_label="c", names=["a", "b"], values=[[1, 2], [3, 4]], step=7),
         Curves(title="k", x_label="x", y_label="y", lines={"one": [[0, 1], [1, 2]]}, step=7),
         Histogram(title="h", x_label="x", y_label="y", edges=[0, 1, 2], counts=[1, 2], step=7),

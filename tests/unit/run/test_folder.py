@@ -367,7 +367,7 @@ def test_run_held_in_another_container_is_skipped_unless_its_lease_is_stale(
         if renewed:
             write_container_lease(run, renewed=now)
         else:
-            monkeypatch.setattr(lease.time, "time", lambda: now + lease.STALE_S)
+            monkeypatch.setattr(time, "time", lambda: now + lease.STALE_S)
 
-    monkeypatch.setattr(lease.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     assert (find_unfinished(config) is None) == renewed

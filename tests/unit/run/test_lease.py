@@ -144,7 +144,7 @@ def test_one_of_eight_processes_gets_the_lease(
 def test_check_and_acquisition_of_the_lease_are_atomic(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads must not read the free lease before one of them has written it."""
     both_read = threading.Barrier(2)
-    read = lease.read_json
+    read = read_json
 
     def read_together(path: Path, **options: Any) -> dict[str, Any] | None:
         found = read(path, **options)
@@ -272,7 +272,7 @@ def test_holder_with_another_clock_keeps_its_lease(
 def test_lease_released_during_the_wait_is_free(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lease(run, host="n2", pid=1, renewed=time.time() - 61)
     monkeypatch.setattr(lease, "POLL_S", 0.01)
-    monkeypatch.setattr(lease.time, "sleep", lambda _: run.lease.unlink(missing_ok=True))
+    monkeypatch.setattr(time, "sleep", lambda _: run.lease.unlink(missing_ok=True))
     with hold(run):
         assert (read_json(run.lease) or {})["pid"] == os.getpid()
 

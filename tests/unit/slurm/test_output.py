@@ -82,7 +82,7 @@ def test_job_of_an_expedited_requeue_waits() -> None:
 
 def test_requeued_job_of_scontrol() -> None:
     info = job(output.parse_scontrol(recorded("scontrol", "requeued"), "8"))
-    times = {"submitted": at("08:00:57"), "started": at("08:02:58"), "ended": at("09:02:58")}
+    times: dict[str, Any] = {"submitted": at("08:00:57"), "started": at("08:02:58"), "ended": at("09:02:58")}
     assert info == output.JobInfo(id="8", name="requeued", state="PENDING", reason="BeginTime", restarts=1, **times)
     assert info.describe(at("08:01:57")) == (
         "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 0:01:00 in the queue, requeued 1 time"

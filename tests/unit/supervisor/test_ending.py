@@ -27,7 +27,7 @@ FIRST, LAST = 0, MAX_REQUEUES
 LIMIT = "; the job has been restarted 50 times, and hpcdist requeues it no more"
 ASKED = ", while it was asked to stop"
 FIT, LOST, OTHERS = NodeFindings(), NodeFindings(broken="lost n2"), NodeFindings(moved="n3 replaces n2")
-FULL = {"full_disk": "/runs/first"}
+FULL: dict[str, Any] = {"full_disk": "/runs/first"}
 
 
 def is_not_asked(*_: object) -> Any:

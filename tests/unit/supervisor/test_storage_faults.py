@@ -192,7 +192,7 @@ def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> 
 
 
 def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None:
-    lasting = {"error": errno.EIO, "count": 0}
+    lasting: dict[str, Any] = {"error": errno.EIO, "count": 0}
     cells = [
         {"scene": "done", "fault": asdict(Fault(operation="readdir", path="attempts/001", **lasting))},
         {"scene": "restart", "fault": asdict(Fault(operation="mkdir", path="attempts/002", **lasting))},

@@ -395,7 +395,10 @@ def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -
 
 def test_rank_of_a_plain_script_saves_although_another_rank_loses_its_peer(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
-    failed = [["await", "{attempt}/rank-00001.outcome.json"], ["sleep", 1.0]]  # longer than PEER_GRACE_S
+    failed: list[list[Any]] = [
+        ["await", "{attempt}/rank-00001.outcome.json"],
+        ["sleep", 1.0],
+    ]  # longer than PEER_GRACE_S
     scene.script(
         first=[
             [["await", "up"], *ASK_AND_SAVE[:3], *failed, *ASK_AND_SAVE[3:]],

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ class SteppedRanks:
         self.attempt = attempt
         self.num_ranks = num_ranks
         self.exits: dict[int, int] = {}
+        self.memory_limits: dict[int, int] = {}
         self.time = 0.0
         self.num_polls = 0
         self.silent: dict[int, float] = {}  #: by rank, the time of its last heartbeat
@@ -54,6 +56,12 @@ class SteppedRanks:
             self.exits = dict.fromkeys(range(self.num_ranks), 0)
 
     def close(self) -> None: ...
+
+    def signal(self, number: Signals) -> None:
+        raise NotImplementedError
+
+    def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        raise NotImplementedError
 
     def absent(self) -> list[int]:
         self.absent_called_at.append(self.time)

@@ -35,9 +35,12 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     log = scene.file("attempts/001/rank-00000.log", "one\n")
     uploaded: list[str] = []
     upload = live.open_run().upload
-    monkeypatch.setattr(
-        live.open_run(), "upload", lambda source, target: (uploaded.append(target), upload(source, target))
-    )
+
+    def note_and_upload(source: Path, target: str) -> None:
+        uploaded.append(target)
+        upload(source, target)
+
+    monkeypatch.setattr(live.open_run(), "upload", note_and_upload)
     live.ship_once()
     live.ship_once()
     first = ["config.yaml", "environment.json", "report.html", "logs/attempt-001/rank-00000.log"]
@@ -135,7 +138,7 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     scene.write_config({**CONFIG, "tracking": {"register_as": "digits"}})
     scene.log(range(0, 130, 10), key=ACCURACY)
     scene.shipper().ship_once()
-    assert scene.entity.outputs is None or scene.entity.outputs.model_outputs == []
+    assert scene.entity.outputs is None or scene.model_outputs == []
     scene.state(status="finished", ended=2e9)
     scene.shipper().ship_once()
     # Without the saved state, nothing is created twice.
@@ -143,7 +146,7 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     live.open_run()
     live.uploads.sent_files.model = {}
     live.ship_once()
-    outputs = scene.entity.outputs.model_outputs
+    outputs = scene.model_outputs
     assert [item.step for item in outputs] == [120]
     model = scene.client.get_logged_model(outputs[0].model_id)
     assert (model.status, model.source_run_id, model.name) == ("READY", scene.run_id, "model")
@@ -164,7 +167,12 @@ def test_many_artifacts_delay_neither_metrics_nor_the_state(scene: Scene, monkey
         scene.file(f"artifacts/samples/{number:03d}.txt", str(number))
     saves: list[int] = []
     save = SentFiles.save
-    monkeypatch.setattr(SentFiles, "save", lambda self, folder: (saves.append(1), save(self, folder))[1])
+
+    def count_and_save(self: SentFiles, folder: Path) -> None:
+        saves.append(1)
+        save(self, folder)
+
+    monkeypatch.setattr(SentFiles, "save", count_and_save)
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     live = scene.shipper()
     live.ship_once()
@@ -233,7 +241,7 @@ def best(scene: Scene) -> str:
 
 
 def test_alias_moves_to_strictly_better_versions_only(scene: Scene, register: Register) -> None:
-    seen = []
+    seen: list[str] = []
     for value in (0.8, 0.7, 0.8, None, float("nan"), 0.9):
         move_best(register(value)[0], NAME, str(len(seen) + 1), CheckpointConfig(monitor=ACCURACY))
         seen.append(best(scene))

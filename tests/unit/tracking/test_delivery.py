@@ -4,6 +4,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: 
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     shipper = scene.shipper()
     mlflow = shipper.open_run()
-    send, sent = mlflow.log_points, []
+    send = mlflow.log_points
+    sent: list[int] = []
 
     def send_and_log_more(points: list[Point]) -> int:
         sent.append(len(points))
@@ -297,7 +299,7 @@ def test_report_is_written_after_each_change_of_state_and_now_and_then(
     run: RunDir, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     writer = ReportWriter(run)
     assert [write_if_due(writer, run, new=True) for _ in range(3)] == [True, False, False]
     for seconds, is_due in ((299, False), (2, True), (299, False)):
@@ -355,7 +357,7 @@ def test_ledger_of_an_ended_run_is_logged_once_and_again_after_accounting(scene:
 
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
     scene.state(created=BEGAN)
     numbers = []

@@ -52,7 +52,7 @@ def end(scene: Scene) -> End:
 
 def note_of_experiment(scene: Scene) -> str:
     """Return the description of the experiment without the backslashes of Markdown."""
-    return str(scene.client.get_experiment_by_name("exp").tags[NOTE_TAG]).replace("\\", "")
+    return str(scene.experiment.tags[NOTE_TAG]).replace("\\", "")
 
 
 def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(scene: Scene, end: End) -> None:
@@ -107,7 +107,7 @@ def test_table_has_the_best_rows_below_text_of_the_user(
 ) -> None:
     monkeypatch.setattr(experiment_table, "_MAX_ROWS", 2)
     end("first*", 0.95, 10.0)
-    experiment = scene.client.get_experiment_by_name("exp").experiment_id
+    experiment = scene.experiment.experiment_id
     scene.client.set_experiment_tag(experiment, NOTE_TAG, "ours: see the wiki")
     end("<b>", 0.97, 20.0)
     text = note_of_experiment(scene)
@@ -131,7 +131,7 @@ def test_runs_that_end_at_once_are_all_in_the_table(scene: Scene, end: End) -> N
 
 def test_damaged_results_of_others_are_left_out(scene: Scene, end: End) -> None:
     end("a", 0.9, 1.0)
-    experiment = scene.client.get_experiment_by_name("exp").experiment_id
+    experiment = scene.experiment.experiment_id
     for text in ("", "[]", "{", '{"metric": 1}', '{"metric": "eval/accuracy", "mode": "max", "value": NaN}'):
         scene.client.set_tag(scene.client.create_run(experiment).info.run_id, "hpcdist.result", text)
     end("b", 0.9, 2.0)
@@ -152,7 +152,7 @@ def test_impossible_results_of_others_are_left_out_with_a_line(
     scene: Scene, end: End, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str
 ) -> None:
     end("a", 0.9, 1.0)
-    other = scene.client.create_run(scene.client.get_experiment_by_name("exp").experiment_id).info.run_id
+    other = scene.client.create_run(scene.experiment.experiment_id).info.run_id
     valid = {"metric": "eval/accuracy", "mode": "max", "value": 0.5, "data": "", "num_samples": None}
     valid |= {"ended": 1.0, "allocated_s": 1.0, "unit": "core"}
     scene.client.set_tag(other, "hpcdist.result", json.dumps(valid | change))
@@ -165,14 +165,14 @@ def test_impossible_results_of_others_are_left_out_with_a_line(
 
 def test_words_of_others_are_shown_as_they_are(scene: Scene, end: End) -> None:
     end("a", 0.5, 1.0)
-    experiment = scene.client.get_experiment_by_name("exp").experiment_id
+    experiment = scene.experiment.experiment_id
     result = {"metric": "eval/accuracy", "mode": "max", "value": 0.9, "data": "digits test", "num_samples": None}
     result |= {"ended": 1.0, "allocated_s": 1.0, "unit": "core", "status": "<b>[y](http://b)"}
     for _ in range(3):  # the first line is about the results of the largest group
         run = scene.client.create_run(experiment, run_name="[x](http://a)")
         scene.client.set_tag(run.info.run_id, "hpcdist.result", json.dumps(result))
     end("b", 0.5, 2.0)
-    note = str(scene.client.get_experiment_by_name("exp").tags[NOTE_TAG])
+    note = str(scene.experiment.tags[NOTE_TAG])
     assert "(http" not in note.replace("\\(http", "")
     assert "<b>" not in note
 

@@ -60,12 +60,12 @@ def description(model: Path) -> dict[str, Any]:
 def export(scene: Scene) -> None:
     """Leave the program of a final model as rank 0 does; its content does not matter."""
     scene.file("exported/model.pt2", "program")
-    arrays = {"inputs": np.ones((2, 3), "float32"), "outputs": np.ones((2, 2), "float32")}
+    arrays: dict[str, Any] = {"inputs": np.ones((2, 3), "float32"), "outputs": np.ones((2, 2), "float32")}
     np.savez(scene.run.exported / "example.npz", torch=np.array("2.15.0+cpu"), **arrays)
 
 
 def model_in_mlflow(scene: Scene) -> str:
-    (output,) = scene.entity.outputs.model_outputs
+    (output,) = scene.model_outputs
     return str(scene.client.get_logged_model(output.model_id).status)
 
 

@@ -28,7 +28,9 @@ def test_record_is_one_line_with_time_step_and_values(tmp_path: Path) -> None:
     with journal.JournalWriter(tmp_path, attempt=2, rank=3) as writer:
         writer.flush()
         assert journal.journal_files(tmp_path) == [], "there is no file without records"
-        writer.log({"loss": 0.25, "samples": 7, "a": numpy.float32(0.5), "b": True, "c": 10**30}, numpy.int64(12))
+        number: Any = numpy.float32(0.5)
+        step: Any = numpy.int64(12)
+        writer.log({"loss": 0.25, "samples": 7, "a": number, "b": True, "c": 10**30}, step)
         writer.log({"loss": math.nan, "up": math.inf, "down": -math.inf}, 13)
         writer.log(dict.fromkeys(names, 1.0) | {"\ud800": 1.0}, 14)
     assert writer.path == tmp_path / "attempt-002.rank-00003.jsonl"
@@ -98,7 +100,7 @@ class FailingServer:
                 raise OSError(error, os.strerror(error))
             return real(*arguments)
 
-        monkeypatch.setattr(journal.os, call, operation)
+        monkeypatch.setattr(os, call, operation)
 
 
 def test_full_disk_causes_one_warning_and_no_loss(

@@ -100,10 +100,14 @@ def test_metrics_parameters_and_tags_reach_the_run(scene: Scene, enter: Enter) -
 def test_what_was_logged_is_read_back(scene: Scene, enter: Enter, caplog: pytest.LogCaptureFixture) -> None:
     client = enter()
     run_id = run_id_of(scene.run)
-    assert client.get_experiment_by_name("exp").name == "exp"
+    found = client.get_experiment_by_name("exp")
+    assert found is not None
+    assert found.name == "exp"
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert client.get_experiment("17").name == client.get_experiment_by_name("x").name == "exp"
+        found = client.get_experiment_by_name("x")
+        assert found is not None
+        assert client.get_experiment("17").name == found.name == "exp"
         client.set_experiment_tag("0", "team", "vision")
     assert [record.message.partition(" of the script")[0] for record in caplog.records] == [
         "MLflow: the experiment '17'",
@@ -262,7 +266,9 @@ def test_datasets_and_models_are_uploaded_once(
     model = client.create_logged_model("0", name="net", source_run_id=run_id, tags={"a": "1"}, params={"p": "2"})
     client.log_model_artifacts(model.model_id, str(files))
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=12)])
-    assert [it.model_id for it in client.get_run(run_id).outputs.model_outputs] == [model.model_id]
+    outputs = client.get_run(run_id).outputs
+    assert outputs is not None
+    assert [output.model_id for output in outputs.model_outputs] == [model.model_id]
     ship(scene)
     experiment = [scene.entity.info.experiment_id]
     assert scene.client.search_logged_models(experiment) == [], "not complete"
@@ -280,8 +286,8 @@ def test_datasets_and_models_are_uploaded_once(
         (scene.run.journal / "sent-facts.json").unlink()
     (found,) = scene.client.search_logged_models(experiment)
     assert (found.name, found.status.value, found.tags["a"], found.params["p"]) == ("net", "READY", "1", "2")
-    assert [it.model_id for it in scene.entity.outputs.model_outputs] == [found.model_id]
-    assert [it.dataset.name for it in scene.entity.inputs.dataset_inputs if it.dataset.digest == "abc"] == ["digits"]
+    assert [it.model_id for it in scene.model_outputs] == [found.model_id]
+    assert [it.dataset.name for it in scene.dataset_inputs if it.dataset.digest == "abc"] == ["digits"]
     (scene.run.logged_models / model.model_id / "files" / "link").symlink_to("/etc/passwd")
     client.set_logged_model_tags(model.model_id, {"c": "5"})
     ship(scene)

@@ -12,6 +12,7 @@ from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.config.written import StoredConfig
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, read_facts
 from hpcdist.review.ledger import Entry, Ledger
+from hpcdist.run.attempt_times import Cause
 from hpcdist.run.config_origin import PLAIN_SCRIPT, Origin, write_origin
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
@@ -75,14 +76,15 @@ def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     attempt = scene.run.new_attempt()
     shipper = scene.shipper()
     shipper.ship_once()
-    assert scene.entity.inputs.dataset_inputs == [], "none is declared yet"
+    assert scene.dataset_inputs == [], "none is declared yet"
     write_training(attempt, TrainingRecord(datasets=DATA))
     for _ in range(2):
         shipper.ship_once()
     scene.shipper().ship_once()
-    found = {(item.dataset.name, item.tags[0].value): item.dataset for item in scene.entity.inputs.dataset_inputs}
-    assert len(scene.entity.inputs.dataset_inputs) == len(found) == 4
+    found = {(item.dataset.name, item.tags[0].value): item.dataset for item in scene.dataset_inputs}
+    assert len(scene.dataset_inputs) == len(found) == 4
     train = found["digits", "train"]
+    assert train.profile is not None
     assert (train.digest, json.loads(train.source), json.loads(train.profile)) == (
         "ab", {"uri": "/data"}, {"num_rows": 9}
     )  # fmt: skip
@@ -121,7 +123,7 @@ def test_summary_tags_have_result_cost_and_interruptions(scene: Scene) -> None:
     def attempt(number: int, steps_lost: int | None) -> AttemptFacts:
         return AttemptFacts(number=number, started=1.0, ended=2.0, status="failed", cause="x", steps_lost=steps_lost)
 
-    seconds = {"compute": 2556.1, "idle": 1.0}
+    seconds: dict[Cause, float] = {"compute": 2556.1, "idle": 1.0}
     entries = tuple(Entry(cause=cause, attempt=1, node="n1", seconds=value) for cause, value in seconds.items())
     best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
     attempts = (attempt(1, 7), attempt(2, None), attempt(3, 3))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -280,7 +281,7 @@ def test_shipper_waits_for_the_first_step(scene: Scene, monkeypatch: pytest.Monk
         assert parent.actions == []
     beat(scene, 7, age_s=60.0)
     for status in ("finished", "failed", "cancelled", "queued"):
-        parent = Parent(lambda status=status: scene.state(status=status), lambda: scene.state(status="running"))
+        parent = Parent(partial(scene.state, status=status), lambda: scene.state(status="running"))
         _wait_for_first_step(scene.run, cast(_Starter, parent))
         assert len(parent.actions) == 1, status
         scene.state(status="running")

@@ -49,7 +49,7 @@ class SweepScene(Scene):
 
     def entities(self) -> dict[str, MlflowEntity]:
         """Return all MLflow runs by name."""
-        found = self.client.search_runs([self.client.get_experiment_by_name("exp").experiment_id])
+        found = self.client.search_runs([self.experiment.experiment_id])
         assert len({run.info.run_name for run in found}) == len(found)
         return {run.info.run_name: run for run in found}
 

@@ -135,8 +135,13 @@ def test_websockets_are_closed_and_lifespan_events_passed_on() -> None:
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[tuple[bytes, bytes]] = []
-    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: bool(compared.append(pair)))
+    compared: list[tuple[bytes, ...]] = []
+
+    def unequal(*pair: bytes) -> bool:
+        compared.append(pair)
+        return False
+
+    monkeypatch.setattr(hmac, "compare_digest", unequal)
     assert request(COOKIE)[0] == 401
     assert compared == [(TOKEN.encode(), TOKEN.encode())]
 

@@ -211,7 +211,7 @@ def test_padding_has_no_effect() -> None:
     ids = torch.tensor([[3, -1, -1, -1], [3, 1, 2, 2]])
     numeric = torch.full((2, cfg.num_numeric), 0.5)
     found = model(torch.cat([numeric, ids], dim=1).double())
-    weights = {name: table.weight for name, table in model.tables.items()}
+    weights: dict[str, Any] = {name: table.weight for name, table in model.tables.items()}
     a, b = weights["a"], weights["b"]
     pooled = torch.stack([torch.cat([a[3], torch.zeros(2)]), torch.cat([a[3] + a[1], 2 * b[2]])])
     expected = model.dense(torch.cat([pooled, numeric], dim=1)).squeeze(1).sigmoid()

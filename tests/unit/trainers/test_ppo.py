@@ -134,7 +134,7 @@ def test_roles_and_sizes_are_validated() -> None:
 # --- Environments, rollouts and greedy episodes.
 
 
-class Corridor(gymnasium.Env[Floats, int]):
+class Corridor(gymnasium.Env[Floats, Any]):
     """Count steps: the reward of a step is its number; action 5 ends the episode after at least `length` steps."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -160,8 +160,9 @@ class Corridor(gymnasium.Env[Floats, int]):
 
 @pytest.fixture(autouse=True)
 def environments() -> Iterator[None]:
-    gymnasium.register("Corridor-v0", entry_point=Corridor, max_episode_steps=6)
-    gymnasium.register("Endless-v0", entry_point=Corridor)
+    create: Any = Corridor  # gymnasium accepts a class, but its type does not
+    gymnasium.register("Corridor-v0", entry_point=create, max_episode_steps=6)
+    gymnasium.register("Endless-v0", entry_point=create)
     cartpole = gymnasium.spec("CartPole-v1")
     gymnasium.register(
         "ShortCartPole-v0", cartpole.entry_point, max_episode_steps=25, vector_entry_point=cartpole.vector_entry_point
@@ -250,7 +251,8 @@ def test_vectorised_and_separate_environments_step_equally() -> None:
         resets = separate.over
         np.testing.assert_array_equal(resets, vectorized.over)
         ours, expected = vectorized.step(actions), separate.step(actions)
-        for a, b in zip(ours, expected, strict=True):
+        arrays: Iterator[tuple[Any, Any]] = zip(ours, expected, strict=True)
+        for a, b in arrays:
             np.testing.assert_allclose(a[~resets], b[~resets], rtol=1e-5)
         assert not ours.rewards[resets].any()
         assert not expected.rewards[resets].any()
