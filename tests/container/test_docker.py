@@ -443,7 +443,7 @@ def test_training_logs_to_the_server(project: Project) -> None:
 
 
 @pytest.mark.faults
-def test_server_and_database_restart_after_a_kill_and_keep_their_data(project: Project) -> None:
+def test_killed_server_and_database_restart_with_their_data(project: Project) -> None:
     for service in ("db", "mlflow"):
         container = project.container(service)
         pid = project.box.inspect(container)["State"]["Pid"]

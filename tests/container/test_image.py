@@ -106,7 +106,7 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
-def test_folder_without_write_permission_is_an_error_with_the_fix(
+def test_folder_without_write_access_is_an_error_with_the_fix(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs"

@@ -130,7 +130,7 @@ def test_server_requires_the_password(server: Server) -> None:
     assert answer["experiments"][0]["name"] == "Default"
 
 
-def test_command_lines_contain_no_secret_and_no_process_runs_as_root(containers: Containers, server: Server) -> None:
+def test_server_processes_show_no_secret_and_are_not_root(containers: Containers, server: Server) -> None:
     listing = containers.podman("top", server.name, "huser", "args")
     assert "mlflow server" in listing
     assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(UNKNOWN_UID)}
@@ -189,9 +189,7 @@ def test_training_user_is_created_and_failures_are_one_line(
     assert server.request("/api/2.0/mlflow/experiments/search?max_results=5", *user)[0] == 200
 
 
-def test_training_user_can_create_experiments_but_not_change_those_of_others(
-    server: Server, user: tuple[str, str]
-) -> None:
+def test_training_user_cannot_change_experiments_of_others(server: Server, user: tuple[str, str]) -> None:
     api = "/api/2.0/mlflow"
     status, created = server.request(f"{api}/experiments/create", *server.admin, {"name": "of the administrator"})
     assert status == 200

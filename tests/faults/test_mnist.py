@@ -38,9 +38,7 @@ def wait_step(runs: Runs, name: str, attempt: int, step: int) -> None:
     assert runs.step(name, attempt) < LAST_STEP, "the run has ended already"
 
 
-def test_killed_rank_supervisor_and_server_do_not_change_the_results(
-    tmp_path: Path, server: Server, cell: Cell
-) -> None:
+def test_kills_of_rank_supervisor_and_server_change_no_result(tmp_path: Path, server: Server, cell: Cell) -> None:
     cell.fault = "rank, supervisor, server killed (MNIST, no Slurm)"
     runs = Runs(tmp_path, experiment="mnist")
 

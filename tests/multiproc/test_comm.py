@@ -111,7 +111,7 @@ def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
     return str(caught.value)
 
 
-def test_all_operations_are_checked_and_errors_name_rank_and_value(tmp_path: Path) -> None:
+def test_each_collective_is_checked_and_errors_name_the_rank(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     by_rank = spawn_ranks(check_and_measure, 3, path=run.path)
     for key in ("correct", "wrong", "unsupported", "timing", "run"):

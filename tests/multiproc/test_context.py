@@ -140,7 +140,7 @@ def restore_with_other_world_size(here: Rank, path: Path) -> dict[str, Any]:
     return values
 
 
-def test_ranks_start_equal_and_restore_their_own_state_or_are_seeded_anew(tmp_path: Path) -> None:
+def test_ranks_start_equal_and_restore_their_own_random_state(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     ranks = spawn_ranks(save_and_restore, 2, path=run.path)
     assert torch.equal(ranks[0]["initial"], ranks[1]["initial"])
@@ -194,7 +194,7 @@ def train_the_example(here: Rank, path: Path) -> None:
         close(ctx)
 
 
-def test_example_of_the_documentation_logs_and_saves_the_last_step(tmp_path: Path) -> None:
+def test_documented_example_logs_and_saves_the_last_step(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     spawn_ranks(train_the_example, 2, path=run.path)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000025"]
@@ -295,9 +295,7 @@ def test_invalid_newest_checkpoint_is_skipped_and_replaced(tmp_path: Path) -> No
     assert set(load_weights(newest)) == {"weight", "bias"}
 
 
-def test_per_sample_results_must_fit_their_indices_and_be_complete(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_per_sample_results_must_be_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = new_run(tmp_path)
     with open_context(SINGLE_RANK, run, Config()) as ctx:
         for num, indices, found in (
@@ -410,7 +408,7 @@ def restore(here: Rank, path: Path) -> Any:
         return found.trainer, [found.shard(rank) for rank in range(3)], set(found.model)
 
 
-def test_owners_write_shards_and_one_process_reads_the_whole_model(tmp_path: Path) -> None:
+def test_one_process_reads_a_model_saved_in_shards(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     spawn_ranks(save_twice, 3, path=run.path)
     whole = load_weights(run.checkpoints / "step-00000002")
@@ -525,7 +523,7 @@ def timed_totals(here: Rank) -> dict[str, Any]:
     return {**found, "journal": [json.loads(line) for line in lines], "beat": beat}
 
 
-def test_slow_compute_and_slow_data_are_attributed_to_the_slow_rank(tmp_path: Path) -> None:
+def test_slow_compute_and_data_are_attributed_to_the_slow_rank(tmp_path: Path) -> None:
     ranks = spawn_ranks(timed_totals, num_ranks=3)
     num_timed = NUM_STEPS - 2  # steps after an evaluation are not counted
 

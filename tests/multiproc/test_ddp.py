@@ -144,7 +144,7 @@ def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path
     assert pair[0]["evaluations"] == pair[1]["evaluations"]
 
 
-def test_ranks_have_equal_weights_and_the_running_statistics_of_rank_0(pair: list[dict[str, Any]]) -> None:
+def test_ranks_have_equal_weights_and_statistics_of_rank_0(pair: list[dict[str, Any]]) -> None:
     assert [results["running mean"] for results in pair] == [0.0, 0.0]
     for name in VARIANTS:
         assert_states_equal(pair[0][name]["model"], pair[1][name]["model"])
@@ -190,7 +190,7 @@ def metrics_of(run: RunDir) -> dict[tuple[str, int], float]:
     return {(key, record.step): value for record in records for key, value in record.metrics.items()}
 
 
-def test_resume_on_another_number_of_ranks_trains_the_remaining_epochs(tmp_path: Path) -> None:
+def test_resume_on_other_world_size_trains_remaining_epochs(tmp_path: Path) -> None:
     """67 samples: 9 steps per epoch on one rank, 5 on two."""
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_epochs=3), tracking=TrackingConfig(log_every_steps=1))
@@ -255,7 +255,7 @@ def test_each_epoch_trains_evaluates_and_saves(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs: apt-get install g++"
 )
-def test_checkpoint_of_a_compiled_model_loads_into_the_plain_model(tmp_path: Path) -> None:
+def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_steps=4), model=ModelConfig(compile=True))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 4 steps, 0.4444 epochs"]

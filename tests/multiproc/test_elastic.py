@@ -226,9 +226,7 @@ def test_metrics_continue_on_another_number_of_ranks(alone: dict[bool, Trained],
 
 
 @pytest.mark.faults  # slow: 25 ranks start
-def test_weights_in_bf16_with_clipped_gradients_are_bit_equal_on_8_3_5_and_8_ranks(
-    alone: dict[bool, Trained], tmp_path: Path
-) -> None:
+def test_clipped_bf16_training_is_bit_equal_on_8_3_5_and_8_ranks(alone: dict[bool, Trained], tmp_path: Path) -> None:
     optim = OptimConfig(name="sgd", lr=0.05, max_grad_norm=0.5)
     sections = {"precision": PrecisionConfig(dtype="bf16"), "optim": optim}
     one = train_on([(None, 1)], tmp_path / "one", True, **sections)[True]

@@ -181,7 +181,7 @@ def resized(cfg: Config, *, trainers: int, servers: int) -> Config:
     return replace(cfg, roles=roles, tracking=TrackingConfig(log_every_steps=3))
 
 
-def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batches(tmp_path: Path) -> None:
+def test_other_role_sizes_continue_with_the_same_joint_batches(tmp_path: Path) -> None:
     cfg = config(table_optimizer="adagrad")
     first, second = resized(cfg, trainers=3, servers=1), resized(cfg, trainers=2, servers=2)
     found, expected = trained(tmp_path, second, stopped=first), in_one_process(first)

@@ -117,7 +117,7 @@ def hpcdist(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProce
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_run_with_a_wrong_password_arrives_once_after_its_correction(tmp_path: Path, runs_dir: Path) -> None:
+def test_run_arrives_once_after_its_password_is_corrected(tmp_path: Path, runs_dir: Path) -> None:
     create = re.search(r"```python\n(.*?)```", AccountServer.PAGE.read_text(), re.DOTALL)
     assert create is not None
     with postgres_cluster() as cluster, AccountServer(tmp_path, cluster.create_database()) as server:

@@ -148,7 +148,7 @@ def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
 
 
 @pytest.mark.parametrize("receiver", [0, 1])
-def test_tensor_that_is_not_delivered_ends_the_step_of_the_sender(tmp_path: Path, receiver: int) -> None:
+def test_undelivered_tensor_ends_the_step_of_the_sender(tmp_path: Path, receiver: int) -> None:
     path, sender = new_run(tmp_path).path, 1 - receiver
     outcomes = spawn_ranks(step_without_delivery, 2, killed=[sender], path=path, receiver=receiver)
     error = (path / "error").read_text()

@@ -64,9 +64,7 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def test_port_in_use_and_unreachable_master_are_errors_with_their_address(
-    silent_listener: socket.socket, tmp_path: Path
-) -> None:
+def test_unusable_master_port_is_an_error_with_its_address(silent_listener: socket.socket, tmp_path: Path) -> None:
     used = port_of(silent_listener)
     with pytest.raises(
         RendezvousError, match=rf"rank 0 cannot listen on 127\.0\.0\.1:{used}: .*Address already in use"
@@ -79,7 +77,7 @@ def test_port_in_use_and_unreachable_master_are_errors_with_their_address(
         open_store(at_port(port, rank=1), KEY, 1, tmp_path)
 
 
-def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(
+def test_foreign_program_is_refused_as_rank_0(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, silent_listener: socket.socket
 ) -> None:
     open_store(at_port(port := unused_port(), num_nodes=2, job_id="theirs"), KEY, 5, tmp_path)
@@ -93,9 +91,7 @@ def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(
             open_store(at_port(theirs, rank=1, num_nodes=2), key, limit_s, tmp_path)
 
 
-def test_silent_listener_on_the_port_ends_the_rank_within_its_time_limit(
-    tmp_path: Path, silent_listener: socket.socket
-) -> None:
+def test_silent_listener_ends_the_rank_within_its_timeout(tmp_path: Path, silent_listener: socket.socket) -> None:
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text(to_yaml(Config(runs_dir=str(tmp_path / "runs"), launch=LaunchConfig(init_timeout_s=2.0))))
     attempt, address = run.new_attempt(), f"127.0.0.1:{port_of(silent_listener)}"
@@ -274,7 +270,7 @@ def test_store_reads_no_large_frame_before_the_proof_of_the_key(tmp_path: Path) 
         assert theirs.multi_get(["key", "key"]) == [2 * value] * 2
 
 
-def test_clients_without_the_key_hold_a_limited_number_of_connections(
+def test_connections_of_clients_without_the_key_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(admission, "MAX_UNPROVED", 8)
@@ -306,9 +302,7 @@ def test_client_reads_no_large_frame_from_a_program_on_the_port(tmp_path: Path, 
     assert resident_bytes() - before < 64 * MB
 
 
-def test_program_that_ends_the_connection_before_the_first_request_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_that_closes_the_connection_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ has no connection then, and sending would wait for ever."""
     with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
 
@@ -472,7 +466,7 @@ def run_checks(here: Rank) -> dict[str, Any]:
     return {"errors": errors, "network": read_json(attempt.network), "measured": measured}
 
 
-def test_check_attributes_wrong_sums_to_the_faulty_rank_and_measures() -> None:
+def test_check_attributes_wrong_sums_to_the_faulty_rank() -> None:
     ranks = spawn_ranks(run_checks, NUM_RANKS)
     measured = ranks[0]["measured"]
     wrong = "an all-reduce of {} over gloo gives wrong sums"

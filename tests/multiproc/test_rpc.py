@@ -125,7 +125,7 @@ def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
     done.append(("sum", int(ctx.groups.sum([ctx.rank])[0])))
 
 
-def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path) -> None:
+def test_ranks_call_each_other_by_role_and_obey_rank_0(tmp_path: Path) -> None:
     run = new_run(tmp_path / ("deep" * 30))  # a longer path than a Unix socket may have
     agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path)
     assert not [path for path in run.path.rglob("*") if path.is_socket()]
@@ -249,7 +249,7 @@ def exchange_on_gpus(here: Rank, path: Path) -> list[Any]:
     return found
 
 
-def test_calls_with_tensors_on_gpus_and_the_main_thread_are_ordered(tmp_path: Path) -> None:
+def test_calls_with_gpu_tensors_are_ordered_with_the_main_thread(tmp_path: Path) -> None:
     if not torch.cuda.is_available():  # not in a decorator: ranks cannot use CUDA if their parent has asked for it
         pytest.skip("needs a CUDA device")
     leader, worker, on_cpu = spawn_ranks(exchange_on_gpus, 3, path=new_run(tmp_path).path)

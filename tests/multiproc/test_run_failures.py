@@ -39,7 +39,7 @@ def test_first_failed_rank_is_reported_with_traceback_and_log(runs: Runs) -> Non
     assert not [line for line in lines if line.startswith(("rank 0", "rank 1"))]
 
 
-def test_error_in_a_script_is_fixed_in_the_original_and_data_is_found_from_the_copy(runs: Runs) -> None:
+def test_script_is_fixed_in_the_original_and_finds_its_data(runs: Runs) -> None:
     name, project = "broken", runs.project
     (project / ".gitignore").write_text("ignored\n")
     (project / "ignored").mkdir()
@@ -257,7 +257,7 @@ def test_run_resumes_after_a_full_disk(small_disk: Runs) -> None:
     assert small_disk.checkpoint_steps(name)[-1] == LAST_STEP
 
 
-def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: Runs) -> None:
+def test_restarted_script_has_its_cause_and_lost_steps(runs: Runs) -> None:
     """Rank 1 is killed after step 45 and reports nothing; the script continues from its own checkpoint of step 10."""
     name = "restarted-script"
     script = ["trainer.script=[restarting.py]", "tracking.system_interval_s=0.2", "launch.num_ranks=2"]

@@ -73,7 +73,7 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
 
 
 @pytest.mark.smoke
-def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, control_run: str) -> None:
+def test_killed_rank_resumes_from_the_last_checkpoint(runs: Runs, control_run: str) -> None:
     name = "rank-killed"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
     _, victim = runs.wait_until_held(name)
@@ -134,7 +134,7 @@ OF_BOTH_RANKS = [f"{name}-{rank}" for name in ("atexit", "buffer", "thread") for
 
 
 @pytest.mark.parametrize("kind", ["script", "trainer"])
-def test_ranks_of_a_script_and_of_an_own_trainer_end_as_python_ends_them(runs: Runs, tmp_path: Path, kind: str) -> None:
+def test_ranks_end_as_python_ends_a_script(runs: Runs, tmp_path: Path, kind: str) -> None:
     name = f"{kind}-end"
     trainer = [f"trainer.script=[ending.py,{tmp_path}]"]
     if kind == "trainer":  # in ranks that a parent forks
@@ -150,7 +150,7 @@ def test_ranks_of_a_script_and_of_an_own_trainer_end_as_python_ends_them(runs: R
     assert "INFO of my own: rank 1\n" in runs.attempt(name).log(1).read_text()
 
 
-def test_failed_script_ends_likewise_and_does_not_wait_for_an_endless_thread(runs: Runs, tmp_path: Path) -> None:
+def test_failed_script_does_not_wait_for_an_endless_thread(runs: Runs, tmp_path: Path) -> None:
     name = "script-fails"
     words = [f"trainer.script=[ending.py,{tmp_path},1]", "launch.max_restarts=0"]
     code, output = runs.command("run", *runs.config(name, *words), **runs.unshipped)
@@ -205,7 +205,7 @@ def open_runs(empty_database: Path) -> Iterator[Runs]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
-def test_folder_that_another_user_replaces_during_the_imports_is_not_used(open_runs: Runs, tmp_path: Path) -> None:
+def test_folder_replaced_by_another_user_is_not_used(open_runs: Runs, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     text = SITE.format(runs=str(open_runs.folder), nobody=NOBODY, marker=str(marker))
     (tmp_path / "sitecustomize.py").write_text(text)

@@ -118,7 +118,7 @@ def stop_slowed(runs: Runs, name: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("num_lines", [pytest.param(3, marks=pytest.mark.slow), 5])
-def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: Runs, num_lines: int) -> None:
+def test_documented_lines_add_stop_and_save_to_a_plain_loop(scripts: Runs, num_lines: int) -> None:
     three, two = (b.text for b in blocks(ROOT / "docs/how-to/script-metrics.md") if b.language == "diff")
     assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in (three, two)] == [3, 2]
     script, place = side(three, "+"), side(two, "-")
@@ -206,7 +206,7 @@ def own_params(pattern_runs: Runs, name: str) -> dict[str, str]:
     return {key: value for key, value in pattern_runs.params(name).items() if "." not in key}
 
 
-def test_ddp_series_continues_from_its_snapshot_after_a_killed_rank(pattern_runs: Runs) -> None:
+def test_ddp_series_continues_from_its_snapshot_after_a_kill(pattern_runs: Runs) -> None:
     command = "patterns/ddp_series.py 4 1 --batch_size 8 --snapshot-path {out}/snapshot.pt"
     whole = torchrun(pattern_runs, command, folder(pattern_runs, "whole"))
     killed = run(pattern_runs, "killed", f"{command} --killed-in 2", out := folder(pattern_runs, "killed"))
@@ -351,7 +351,7 @@ def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", ["parameter_server"], indirect=True)
-def test_script_with_roles_is_stopped_by_the_ranks_that_count_steps(examples: Runs) -> None:
+def test_ranks_that_count_steps_stop_a_script_with_roles(examples: Runs) -> None:
     """The parameter server gets SIGTERM as well, and goes on answering until the trainers have saved."""
     script = examples.project / "train.py"
     script.write_text(slowed(script.read_text()))

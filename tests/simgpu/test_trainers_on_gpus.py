@@ -67,7 +67,7 @@ def test_run_restarts_exactly_after_a_rank_is_killed(
 ) -> None:
     cell.fault, cell.trainer = "rank killed", kind
     if kind == "ddp":
-        test_runs.test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs, ddp_control(runs))
+        test_runs.test_killed_rank_resumes_from_the_last_checkpoint(runs, ddp_control(runs))
         fill(cell, runs, "rank-killed", gpus, 2)
         return
     num_gpus, victim, role = ROLES[kind]

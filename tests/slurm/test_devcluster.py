@@ -219,7 +219,7 @@ def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> Non
 
 
 @pytest.mark.slow
-def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: DevCluster) -> None:
+def test_down_cleans_up_after_kills_and_an_interrupted_up(devcluster: DevCluster) -> None:
     layout = devcluster.layout
     for pid in daemon_ids(devcluster).values():
         os.kill(int(pid), signal.SIGKILL)

@@ -66,7 +66,7 @@ def test_killed_supervisor_is_restarted_by_the_batch_script(scene: FaultScene) -
 
 
 @pytest.mark.faults
-def test_job_fails_after_repeated_kills_of_the_supervisor_and_can_be_requeued(scene: FaultScene) -> None:
+def test_job_fails_after_repeated_kills_of_the_supervisor(scene: FaultScene) -> None:
     scene.cell.fault = "SIGKILL of 4 supervisors"
     name = scene.name = f"{scene.subject.name}-supervisors-killed"
     job = scene.job = scene.runs.submit(name, *scene.subject.overrides)
@@ -88,7 +88,7 @@ def test_job_fails_after_repeated_kills_of_the_supervisor_and_can_be_requeued(sc
 
 
 @pytest.mark.faults
-def test_second_job_of_a_held_run_fails_without_effect_on_the_first(scene: FaultScene) -> None:
+def test_second_job_of_a_held_run_fails_and_spares_the_first(scene: FaultScene) -> None:
     scene.submit_held("submitted twice")
     name, runs, devcluster = scene.name, scene.runs, scene.cluster
     again = runs.config(name, "cluster.tasks_per_node=2")
@@ -220,7 +220,7 @@ def test_restart_of_slurm_daemon_does_not_affect_the_run(scene: FaultScene, daem
 
 
 @pytest.mark.faults
-def test_ranks_killed_while_slurmctld_is_down_restart_when_it_is_back(scene: FaultScene) -> None:
+def test_ranks_killed_during_a_slurmctld_outage_restart_after_it(scene: FaultScene) -> None:
     scene.submit_held("rank killed without slurmctld")
     scene.kill_daemon("slurmctld")
     os.kill(scene.pid_of(3), signal.SIGKILL)
@@ -268,7 +268,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(scene: FaultScene
 
 
 @pytest.mark.faults
-def test_ranks_save_on_slurms_signal_before_the_supervisor_requests_a_stop(scene: FaultScene) -> None:
+def test_ranks_save_on_slurms_signal(scene: FaultScene) -> None:
     scene.submit_held("USR2 ahead of the limit")
     scene.cluster.run("scancel", "--signal=USR2", scene.job)
     scene.release()
@@ -295,7 +295,7 @@ def test_preempted_job_saves_and_resumes(scene: FaultScene, grace_s: int) -> Non
 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["USR2 during import", "requeue during import"])
-def test_stop_signal_before_the_process_group_exists_loses_no_step(scene: FaultScene, fault: str) -> None:
+def test_stop_signal_before_the_process_group_loses_no_step(scene: FaultScene, fault: str) -> None:
     """The ranks receive the signal during their imports, before they have anything to save."""
     scene.submit(fault, "trainer=held_import:train")
     scene.wait_until_held()
@@ -348,7 +348,7 @@ def server(scene: FaultScene, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.faults
-def test_run_continues_during_tracking_server_outage_and_loses_no_record(scene: FaultScene, server: Server) -> None:
+def test_tracking_server_outage_loses_no_record(scene: FaultScene, server: Server) -> None:
     hold_at = 4
     slow_steps = ["trainer=gated:train", f"params.hold_at={hold_at}", f"params.pace_s={STEP_S}"]
     scene.submit("MLflow server down 60 s", *slow_steps, f"tracking.uri={server.uri}")
@@ -396,7 +396,7 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.faults
-def test_full_disk_during_save_fails_the_run_and_resume_continues_it(scene: FaultScene, small_disk: list[Path]) -> None:
+def test_resume_continues_a_run_that_failed_with_a_full_disk(scene: FaultScene, small_disk: list[Path]) -> None:
     runs = scene.runs
     scene.submit("disk full during save", *scene.subject.overrides, "--begin=now+1hour")
     checkpoints = runs.run_dir(scene.name).checkpoints

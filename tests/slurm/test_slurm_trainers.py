@@ -235,9 +235,7 @@ def sweep_arguments(runs: SlurmRuns, *overrides: str) -> list[str]:
     return ["submit", *runs.config("tune", *SMALL, *overrides), "--cluster", "devcluster", "--sweep", "seed=1,2,3"]
 
 
-def test_sweep_is_a_job_array_and_resubmission_runs_only_the_failed_cell(
-    sweeps: SlurmRuns, devcluster: DevCluster
-) -> None:
+def test_resubmitted_sweep_runs_only_the_failed_cell(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
     submit = sweep_arguments(sweeps, "trainer=picky:train", "params.until=5")
     code, output = sweeps.command(*submit, "--array-parallelism", "2", "cluster.sbatch.begin=now+1hour")
     assert code == 0, output
@@ -277,9 +275,7 @@ def test_sweep_is_a_job_array_and_resubmission_runs_only_the_failed_cell(
 
 
 @pytest.mark.faults
-def test_requeue_and_cancel_of_the_last_task_do_not_affect_other_tasks(
-    sweeps: SlurmRuns, devcluster: DevCluster
-) -> None:
+def test_requeue_or_cancel_of_the_last_task_spares_the_others(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
     """SLURM_JOB_ID of the last task is the id of the array, which Slurm's commands apply to all tasks."""
     code, output = sweeps.command(*sweep_arguments(sweeps, "trainer=counting:train", "params.until=100000"))
     assert code == 0, output

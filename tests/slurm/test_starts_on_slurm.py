@@ -269,7 +269,7 @@ def rank_environments(devcluster: DevCluster) -> list[str]:
 
 
 @pytest.mark.faults
-def test_ranks_receive_secrets_that_no_output_file_or_command_line_contains(
+def test_ranks_receive_secrets_that_appear_nowhere(
     slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path: Path
 ) -> None:
     server = Server(tmp_path)

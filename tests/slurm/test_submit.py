@@ -175,9 +175,7 @@ def test_each_rank_uses_the_gpu_that_the_options_give_it(
     assert found == {"shared": shared, "own": own, "bound": own}
 
 
-def test_test_option_shows_the_expected_start_and_submits_nothing(
-    slurm_runs: SlurmRuns, devcluster: DevCluster
-) -> None:
+def test_test_option_shows_expected_start_and_submits_nothing(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "estimated"
     code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", "--test")
     assert code == 0, output

@@ -108,7 +108,7 @@ def test_stop_and_cancel_remove_a_pending_job_without_accounting(
 
 
 @pytest.mark.faults
-def test_follow_survives_ctrl_c_and_reports_the_job_state_of_a_killed_supervisor(slurm_runs: SlurmRuns) -> None:
+def test_follow_reports_the_job_state_of_a_killed_supervisor(slurm_runs: SlurmRuns) -> None:
     name = "followed-killed"
     following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, "--follow")
     following.until(f"running: job {job} on n[1-2]")
@@ -162,9 +162,7 @@ def webhook(devcluster: DevCluster) -> Iterator[Webhook]:
 
 
 @pytest.mark.faults
-def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, webhook: Webhook
-) -> None:
+def test_each_event_of_a_job_is_reported_once(slurm_runs: SlurmRuns, devcluster: DevCluster, webhook: Webhook) -> None:
     runs = slurm_runs
     arguments = [*ON_FOUR_RANKS, *HOLD_OVERRIDES, "stop.max_epochs=100000", "notify.webhook=${oc.env:MY_HOOK}"]
     shown = []

@@ -47,7 +47,7 @@ def results(folder: Path) -> dict[str, dict[str, object]]:
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def test_stage_that_fails_or_lacks_packages_does_not_stop_the_others(
+def test_failed_stage_does_not_stop_the_others(
     session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stages = [

@@ -184,9 +184,7 @@ def test_a_login_node_needs_no_torch() -> None:
     ],
     ids=["rank", "batch step", "submission", "probe"],
 )  # fmt: skip
-def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
-    start: str, forbidden: set[str], tmp_path: Path
-) -> None:
+def test_processes_start_without_slow_imports(start: str, forbidden: set[str], tmp_path: Path) -> None:
     """Each of these costs as much time as all modules of hpcdist together, also when only the config is read."""
     (tmp_path / "config.yaml").write_text(to_yaml(load_config("ddp_digits")))
     code = (

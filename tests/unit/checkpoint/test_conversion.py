@@ -71,9 +71,7 @@ def test_unknown_checkpoints_are_errors(run: RunDir, which: str, metric: str, me
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
-    run: RunDir, tmp_path: Path, kind: Any
-) -> None:
+def test_exported_shards_have_the_names_of_the_whole_model(run: RunDir, tmp_path: Path, kind: Any) -> None:
     shard = Shard(model={"table.weight": torch.ones(4, 2)}, rows={"table.weight": (0, 4)}, trainer={})
 
     def collect(folder: Path) -> dict[str, FileRecord]:
@@ -103,7 +101,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "weights", "other"}
 
 
-def test_existing_files_missing_folders_and_bad_checkpoints_are_errors(run: RunDir, tmp_path: Path) -> None:
+def test_unusable_targets_and_bad_checkpoints_are_export_errors(run: RunDir, tmp_path: Path) -> None:
     def write(name: str) -> None:
         found = export.find_checkpoint(run, "best", CheckpointConfig(monitor=METRIC))
         export.write_model(run, found, "torch", tmp_path / name)
@@ -135,9 +133,7 @@ def test_missing_package_is_an_error_with_the_command(monkeypatch: pytest.Monkey
 # --- The code of the user that accompanies a model which `torch.export` cannot export
 
 
-def test_package_of_a_pickled_model_has_its_modules_but_no_data_behind_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_of_a_pickled_model_has_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     package = run.code / "pickled_model"
     package.mkdir(parents=True)
@@ -201,7 +197,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_clean_state_dict_has_names_of_bare_module_under_any_wrapper() -> None:
+def test_clean_state_dict_has_the_names_of_the_bare_module() -> None:
     torch.manual_seed(0)
     bare = Net()
     names = list(bare.state_dict())

@@ -226,7 +226,7 @@ print(json.dumps(results))
 
 
 @pytest.mark.processes
-def test_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint_valid(tmp_path: Path) -> None:
+def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *killed, finished = json.loads(done.stdout)
@@ -293,9 +293,7 @@ def test_unreachable_file_system_fails_the_last_save_alone(
         saver.close()
 
 
-def test_full_disk_is_an_error_of_the_next_call_once_and_an_unreachable_one_is_tried_again(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_an_error_of_the_next_call_once(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FailingFsync(monkeypatch, errno.ENOSPC)
     saver = AsyncSaver(store)
     save(saver, 2)
@@ -386,7 +384,7 @@ def test_buffers_of_any_sizes_do_not_overlap(monkeypatch: pytest.MonkeyPatch) ->
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage() -> None:
+def test_tied_tensors_share_a_buffer_and_views_copy_no_storage() -> None:
     embedding = torch.randn(10, 4)
     big = torch.randn(1000, 1000)
     state: dict[str, Any] = {
@@ -475,7 +473,7 @@ def test_cuda_copy_is_pinned_and_queued_without_waiting() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_sharded_save_on_cuda_returns_when_other_streams_may_change_shard_and_model(tmp_path: Path) -> None:
+def test_sharded_cuda_save_returns_when_streams_may_go_on(tmp_path: Path) -> None:
     model, table = nn.Linear(2, 2, device="cuda"), torch.ones(4, 2, device="cuda")
     weight = model.weight.detach()
     expected = weight.cpu()

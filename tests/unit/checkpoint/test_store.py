@@ -289,7 +289,7 @@ def test_checkpoint_that_cannot_be_removed_is_an_error(store: CheckpointStore, m
 # --- write errors
 
 
-def test_write_beyond_the_file_size_limit_leaves_valid_checkpoints(store: CheckpointStore) -> None:
+def test_save_beyond_the_file_size_limit_keeps_valid_checkpoints(store: CheckpointStore) -> None:
     store.add(snapshot(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))

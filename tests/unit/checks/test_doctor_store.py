@@ -209,9 +209,7 @@ def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, mo
 
 
 @pytest.mark.processes
-def test_file_system_that_nodes_or_later_containers_do_not_see_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_that_nodes_may_not_see_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, on_cluster, level, text in (
         ("nfs4", True, "ok", "nfs4 (server:/home): other machines may see it"),
         ("", True, "ok", "of unknown type (server:/home): unknown whether other machines see it"),

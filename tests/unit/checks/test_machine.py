@@ -176,9 +176,7 @@ def test_torch_is_required_and_must_fit_torchvision_and_driver(monkeypatch: pyte
 
 
 @pytest.mark.processes
-def test_two_ranks_pass_and_a_failing_or_slow_trial_has_its_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_of_two_ranks_passes_or_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (check,) = trial_checks("cpu", 2, os.environ)
     assert (check.name, check.level) == ("2 ranks, gloo", "ok"), check
     assert "checks passed" in check.text
@@ -217,7 +215,7 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
     )
 
 
-def test_working_runtimes_have_their_version_and_make_others_a_note() -> None:
+def test_runtime_that_fails_is_a_note_beside_a_working_one() -> None:
     """Results of hpcdist's own tests are in the documentation."""
     found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "enroot", "srun")
     assert [check.sentence() for check in found] == [

@@ -21,7 +21,7 @@ VERSIONS = {"python": "3.12.3", "hpcdist": "0.1.0", "source": "abc", "torch": "2
 }  # fmt: skip
 
 
-def test_healthy_cluster_has_no_findings_and_a_missing_answer_is_a_failure() -> None:
+def test_missing_answer_is_the_only_finding_of_a_healthy_cluster() -> None:
     for num_nodes in (2, 3, 16):
         assert messages(needs(num_nodes), healthy(num_nodes)) == []
     assert messages(needs(**ON_GPUS), healthy()) == []

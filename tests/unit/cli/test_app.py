@@ -86,7 +86,7 @@ def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: s
 
 
 @pytest.mark.processes
-def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
+def test_unexpected_exception_is_one_line_naming_the_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hpcdist.run.lookup.list_runs", lambda _: 1 // 0)
@@ -186,7 +186,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.processes
-def test_bash_completes_commands_runs_configs_and_keys_without_error_messages(folder: Path) -> None:
+def test_bash_completes_commands_runs_configs_and_keys(folder: Path) -> None:
     env = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}", "LANG": "C.UTF-8"}
     env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     install = [str(BIN / "hpcdist"), "--install-completion", "bash"]

@@ -52,9 +52,7 @@ def runs(make: Make) -> list[RunDir]:
     return found
 
 
-def test_cost_of_one_run_has_a_line_for_each_cause_and_of_several_for_each_run(
-    hpcdist: Cli, runs: list[RunDir]
-) -> None:
+def test_cost_has_a_line_for_each_cause_or_run(hpcdist: Cli, runs: list[RunDir]) -> None:
     result = hpcdist("cost", "second")
     assert (result.code, result.err) == (0, "")
     assert "core-hours" in result.out
@@ -82,7 +80,7 @@ def test_cost_of_several_runs_counts_each_once(hpcdist: Cli, runs: list[RunDir],
     assert "no run 'nope'" in one_line(hpcdist("cost", "first", "nope"))
 
 
-def test_cost_shows_money_by_the_price_of_the_site_and_names_a_short_run(hpcdist: Cli, make: Make) -> None:
+def test_cost_shows_money_by_the_price_of_the_site(hpcdist: Cli, make: Make) -> None:
     site = ("cluster.price_per_gpu_hour=2.50 EUR", "cluster.price_per_core_hour=$0.01", "cluster.co2_g_per_kwh=400")
     gpus = Resources(unit="GPU", nodes={"g1": NodeShare(allocated=2, share=1, ranks=[0, 1])})
     add_attempt(run := make("gpu", *site), 1, 3601, [account(1, 3601)] * 2, gpus, supervised=1)
@@ -194,7 +192,7 @@ def test_best_checkpoint_is_written_to_a_file_named_by_the_run(hpcdist: Cli, run
     assert "exists: remove it" in one_line(hpcdist("export", run.name, "--format", "torch"))
 
 
-def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_default(hpcdist: Cli, make: Make) -> None:
+def test_run_without_its_metric_exports_the_final_checkpoint(hpcdist: Cli, make: Make) -> None:
     """The tutorial's own trainer logs a loss only."""
     for name, monitor in (("own", "trainer=mine:train"), ("set", "checkpoint.monitor=eval/f1")):
         run = make(name, monitor)

@@ -39,7 +39,7 @@ def test_dry_run_shows_no_secrets_and_writes_nothing(hpcdist: Cli, tmp_path: Pat
 
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
-def test_code_that_cannot_run_here_is_rejected_before_anything_is_written(
+def test_unusable_code_is_rejected_before_anything_is_written(
     hpcdist: Cli, supervised: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
 ) -> None:
     code = tmp_path / "train.py"
@@ -79,9 +79,7 @@ def test_detached_resume_prints_where_it_continues(
     assert "resuming at step 190, 14 steps lost (191 to 204)\n" in result.out
 
 
-def test_resume_rejects_held_and_queued_runs_and_keeps_their_config(
-    hpcdist: Cli, make: Make, supervised: Seen, slurm: SetJob
-) -> None:
+def test_resume_rejects_held_and_queued_runs(hpcdist: Cli, make: Make, supervised: Seen, slurm: SetJob) -> None:
     run = make("first", status="running", attempt=1)
     before = run.config.read_text()
     with hold(run):
@@ -156,9 +154,7 @@ def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_run_in_podman_prints_the_command_without_secrets_and_returns_its_exit_code(
-    hpcdist: Cli, podman: Path, tmp_path: Path
-) -> None:
+def test_podman_command_is_printed_without_secrets(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     code, output, _ = hpcdist(
         "run", "ddp_digits", "seed=3", "tracking.tags.api_token=hidden", "--in", "podman", "--new"
     )

@@ -88,9 +88,7 @@ def test_plan(console: Console, tmp_path: Path) -> None:
 # --- during a run
 
 
-def test_notes_and_script_output_are_printed_unchanged_and_work_after_the_last_step_once(
-    console: Console, tmp_path: Path
-) -> None:
+def test_notes_and_script_output_are_printed_unchanged(console: Console, tmp_path: Path) -> None:
     (tmp_path / "002").mkdir()
     with run_views.RunView(console) as shown:
         shown.attempt(Attempt(tmp_path / "002"), 1)
@@ -134,7 +132,7 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     ]
 
 
-def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_one() -> None:
+def test_progress_bar_keeps_step_and_total_on_a_narrow_terminal() -> None:
     numbers = METRICS | {"train/samples_per_s": 3832.0, "train/return": 1.5}
     for width in (50, 80, 120):
         console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
@@ -148,7 +146,7 @@ def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_o
     assert "loss 0.1235  return 1.5  accuracy 0.975" in last
 
 
-def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(make: Make) -> None:
+def test_wrapped_lines_are_indented_and_paths_stay_whole(make: Make) -> None:
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     path = f"/shared/{'folder/' * 9}file"
     reason = f"rank 1 on n1 was killed by SIGKILL while it wrote {path} and nothing else happened"
@@ -258,7 +256,7 @@ def test_table_of_runs_lists_the_newest_last_and_cuts_no_name(make: Make, runs_d
     assert "exp/zzz-20261120-051903-ab12 failed: nan [at] step 3" in text_of(console)
 
 
-def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(make: Make, runs_dir: Path) -> None:
+def test_table_of_runs_fits_in_80_columns(make: Make, runs_dir: Path) -> None:
     for name, mode, value in (("one", "max", 0.75), ("two", "max", 0.5), ("three", "min", 0.25), ("none", "max", None)):
         run = make(name, status="finished")
         run.config.write_text(f"checkpoint: {{monitor: eval/{mode}, monitor_mode: {mode}}}\n")
@@ -335,7 +333,7 @@ def test_status_of_a_finished_run_has_value_duration_and_cost(console: Console, 
     assert (document["hours"], document["unit"], document["duration_s"]) == (pytest.approx(5.0, abs=0.01), "core", 3601)
 
 
-def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Console, make: Make) -> None:
+def test_status_names_causes_of_ended_attempts_and_stragglers(console: Console, make: Make) -> None:
     run = make(status="failed", attempt=7, world_size=64, reason="rank 0 failed")
     for number in range(1, 8):
         attempt = run.attempt(number)
@@ -499,9 +497,7 @@ def test_follow_prints_each_straggler_event_once(make: Make, console: Console, m
     assert [line for line in rows_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
 
 
-def test_follow_shows_how_an_attempt_ended_and_measures_the_next_one_anew(
-    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_shows_how_an_attempt_ended(make: Make, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(status="running", attempt=1, world_size=2)
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

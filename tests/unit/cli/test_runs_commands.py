@@ -150,7 +150,7 @@ def running(make: Make) -> RunDir:
     return make("first", status="running", attempt=1, world_size=4)
 
 
-def test_profile_reports_the_error_of_a_rank_and_the_end_of_the_attempt(
+def test_profile_reports_rank_errors_and_the_end_of_the_attempt(
     hpcdist: Cli, make: Make, ranks: Callable[..., None]
 ) -> None:
     run = running(make)

@@ -131,7 +131,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
 
 
-def test_repeat_is_short_for_seeds_and_settings_are_compared_by_their_means(hpcdist: Cli, cells: Ends) -> None:
+def test_repeat_sets_seeds_and_settings_are_compared_by_means(hpcdist: Cli, cells: Ends) -> None:
     def reached(value: float) -> Callable[[RunDir], State]:
         def end(run: RunDir) -> State:
             save = run.checkpoints / "step-00000007"

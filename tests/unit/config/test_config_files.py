@@ -102,7 +102,7 @@ def test_written_text_is_read_as_the_same_text(write: Write, text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "minutes"), [("30:00", 30), ("1-00:00:00", 1440), ("01:30:01", 91)])
-def test_time_limit_in_slurms_notation_is_converted_in_the_message(write: Write, text: str, minutes: int) -> None:
+def test_message_converts_a_time_limit_in_slurms_notation(write: Write, text: str, minutes: int) -> None:
     with pytest.raises(ConfigError, match=f"must be a whole number of minutes, got '{text}': write {minutes}$"):
         load_config(write(""), [f"cluster.time_limit_min={text}"])
 
@@ -146,9 +146,7 @@ def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> No
     assert load_config(path, ["trainer={script: [a.py, 010, ~]}"]).trainer.script[1:] == ["010", "~"]
 
 
-def test_value_of_another_key_is_converted_to_the_type_of_its_key(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_from_another_key_is_converted_to_the_keys_type(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "12")
     monkeypatch.setenv("SWITCH", "yes")
     config = load_config(
@@ -272,7 +270,7 @@ def test_type_of_gpus_that_contradicts_another_is_a_mistake(tmp_path: Path) -> N
         load_config(tmp_path / "config.yaml")
 
 
-def test_number_of_gpus_in_a_config_keeps_the_type_of_the_sites_profile(tmp_path: Path) -> None:
+def test_gpu_count_of_a_config_keeps_the_gpu_type_of_the_site(tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text("gpus_per_node: a100:4\n")
     for text, request in (("2", "a100:2"), ("h100:2", "h100:2"), ("{gpus_per_node: 1, gpu_type: null}", "1")):
         section = text if text.startswith("{") else f"{{gpus_per_node: {text}}}"
@@ -346,7 +344,7 @@ def elastic(size: int | None, num_ranks: int = 0, micro_batches: int | None = No
     )
 
 
-def test_new_run_without_a_number_of_micro_batches_needs_a_global_batch_that_its_ranks_can_divide() -> None:
+def test_default_micro_batches_need_a_divisible_global_batch() -> None:
     three = elastic(256, 3)
     (problem,) = new_run_problems(three)
     message = "data.global_batch_size=256 cannot be divided into 3 equal micro-batches: use 255, or set"
@@ -384,7 +382,7 @@ def properties(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from properties(section, f"{prefix}{name}.")
 
 
-def test_json_schema_has_every_key_with_documentation_and_default() -> None:
+def test_json_schema_documents_every_key_with_its_default() -> None:
     found = dict(properties(SCHEMA))
     rows = {path: row for path, *row in describe() if ".ROLE." not in path}
     assert found.keys() == rows.keys()

@@ -151,7 +151,7 @@ def test_mistake_names_key_value_expectation_and_fix(write: Write, text: str, ex
     assert problem.startswith(expected)
 
 
-def test_all_mistakes_of_a_file_are_reported_at_once_and_nothing_else(write: Write) -> None:
+def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
     text = """
         seed: x
         experiment: a/b
@@ -254,7 +254,7 @@ def test_mistake_of_a_site_profile_names_the_profile(
     assert str(caught.value).startswith(expected.format(path=path, site=site))
 
 
-def test_mistakes_of_a_stored_config_and_of_the_overrides_of_its_resume(write: Write, tmp_path: Path) -> None:
+def test_mistakes_of_a_stored_config_and_its_overrides(write: Write, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = to_yaml(load_config(write("")))
     for before, after, problem in (

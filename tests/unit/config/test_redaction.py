@@ -337,7 +337,7 @@ def test_modules_are_found_in_packages_and_installed_folders(project: Path, monk
     assert found[0].__name__ == "MyParams"
 
 
-def test_keys_of_a_trainer_begin_with_its_own_and_sweeps_have_their_types(project: Path) -> None:
+def test_trainer_keys_come_first_and_give_sweeps_their_types(project: Path) -> None:
     rows = describe_trainer(load_config("mine.yaml"), project)
     assert rows[:2] == [
         ("params.total_steps", "int", "required", "Number of optimizer steps."),
@@ -406,7 +406,7 @@ def test_a_stored_config_is_a_config_with_redacted_secrets(tmp_path: Path) -> No
     assert (found.trainer, found.problem) == (find_trainer("rl"), "")
 
 
-def test_keys_of_another_version_are_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_unknown_keys_of_another_version_are_named(tmp_path: Path) -> None:
     found = stored(tmp_path, "optim: {lr: 0.5, later: 1}\nfuture: {a: 1}\npreflight: off\nseed: [1]\nroles: {a: 2}\n")
     assert (found.config.optim.lr, found.config.seed, found.config.preflight.mode) == (0.5, 0, "off")
     assert found.problem == (
@@ -415,7 +415,7 @@ def test_keys_of_another_version_are_named_and_the_others_are_read(tmp_path: Pat
     assert found.values["future.a"] == 1
 
 
-def test_values_that_are_not_valid_have_defaults_and_an_unreadable_config_is_an_error(tmp_path: Path) -> None:
+def test_invalid_stored_values_are_replaced_by_defaults(tmp_path: Path) -> None:
     for text, problem in (
         ("optim: {lr: " + "9" * 400 + "}", "optim.lr"),
         ("checkpoint: often", "checkpoint"),
@@ -430,7 +430,7 @@ def test_values_that_are_not_valid_have_defaults_and_an_unreadable_config_is_an_
             stored(tmp_path, text)
 
 
-def test_code_of_the_users_own_has_no_monitored_metric_by_default(write: Write) -> None:
+def test_user_code_has_no_monitored_metric_by_default(write: Write) -> None:
     for text, expected in (
         ("trainer: mine:train\n", ""),
         ("trainer: {script: [train.py]}\n", ""),
@@ -472,7 +472,7 @@ params:
 """
 
 
-def test_written_config_contains_no_secrets_and_is_restored_from_the_environment(write: Write, tmp_path: Path) -> None:
+def test_secrets_are_restored_from_the_environment(write: Write, tmp_path: Path) -> None:
     config = load_config(write(SECRETS))
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
@@ -535,7 +535,7 @@ params:
 """
 
 
-def test_value_of_a_variable_with_the_name_of_a_secret_is_redacted_anywhere(
+def test_value_of_a_secret_variable_is_redacted_anywhere(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables = {"DB_PASSWORD": "var-s3cret", "PORT_TOKEN": "54321", "LIST_TOKEN": "[ab-s3cret, 7]", "SHORT_PWD": "a"}
@@ -644,9 +644,7 @@ def test_errors_contain_no_secrets_and_no_environment_variables(
     assert caught.value.__cause__ is None or "s3cret" not in str(caught.value.__cause__)
 
 
-def test_short_value_of_a_variable_is_replaced_only_where_it_is_quoted(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_secret_is_replaced_only_where_it_is_quoted(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "0")
     assert problems(write("cluster: {nodes: '${oc.env:MINE}'}")) == ("cluster.nodes must be >= 1, got ${oc.env:MINE}",)
 

@@ -55,7 +55,7 @@ def test_command_of_a_build(
     assert shlex.join(images.build_argv(engine, Path("/src"), base, **settings)) == command
 
 
-def test_dockerfile_has_the_version_of_hpcdist_and_the_cuda_version_of_torch() -> None:
+def test_dockerfile_has_the_versions_of_hpcdist_and_cuda() -> None:
     text = (CHECKOUT / "docker" / "Dockerfile").read_text()
     assert re.findall(r"^ARG VERSION=(.*)$", text, re.MULTILINE) == [hpcdist.__version__]
     lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
@@ -115,9 +115,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
 
 
 @pytest.mark.processes
-def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
-    programs: FakeCommands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_working_engine_is_used(programs: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(programs.folder))  # the system may have an engine
     down = "Cannot connect to the Docker daemon"
     programs.add_script("docker", f"echo first >&2; echo '{down}' >&2; exit 1")

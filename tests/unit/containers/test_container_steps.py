@@ -21,7 +21,7 @@ def attempt(tmp_path: Path) -> Attempt:
     return Attempt(tmp_path / "001")
 
 
-def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(attempt: Attempt, tmp_path: Path) -> None:
+def test_interrupted_pyxis_container_is_no_failure_of_the_rank(attempt: Attempt, tmp_path: Path) -> None:
     steps = ContainerSteps(PYXIS, RunDir(tmp_path), {})
     ended = "child 77 failed with error code: 1"
     attempt.log(0).write_text(PYXIS_LOG.replace(ended, f"child 77 terminated with signal {int(signal.SIGUSR2)}"))
@@ -88,9 +88,7 @@ def test_image_is_checked_once_on_each_node(tools: FakeCommands, tmp_path: Path)
 
 
 @pytest.mark.processes
-def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_step(
-    tools: FakeCommands, tmp_path: Path
-) -> None:
+def test_pyxis_containers_are_removed_after_failures(tools: FakeCommands, tmp_path: Path) -> None:
     steps = ContainerSteps(PYXIS, RunDir(tmp_path), job_env(tools, SLURM_JOB_ID="7"))
 
     def num_removals() -> int:

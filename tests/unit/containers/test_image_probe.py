@@ -202,9 +202,7 @@ CAPABILITIES = "Requesting capability set 0x1ff while permitted capability set i
          "pyxis: [ERROR] Invalid image reference: docker://Site/image:1", ": write container.image as "),
     ],
 )  # fmt: skip
-def test_failures_of_the_runtime_name_the_reason_and_the_fix_if_no_retry_helps(
-    runtime: str, code: int, log: str, error: str, fix: str
-) -> None:
+def test_runtime_failures_name_reason_and_fix(runtime: str, code: int, log: str, error: str, fix: str) -> None:
     found = start_failure(runtime, code, log)
     assert found is not None
     text = f"{runtime} could not start the container (exit code {code}): {error}"

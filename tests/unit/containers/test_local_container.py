@@ -68,7 +68,7 @@ def test_gpus_of_the_container_are_those_that_the_run_may_use() -> None:
     assert words_about_gpus(container_for("launch.device=cpu")) == words_about_gpus(container_for(num_gpus=0)) == []
 
 
-def test_host_network_serves_a_local_server_and_a_stop_waits_for_saving_and_shipping() -> None:
+def test_host_network_and_stop_timeout_follow_the_config() -> None:
     assert "--network=host" in run_words(container_for("tracking.uri='http://localhost:5000'"))
     assert "--network=host" not in run_words(container_for("tracking.uri='https://ml.example.org'"))
     assert container_for("launch.stop_grace_s=30.5", "tracking.drain_timeout_s=10").stop_timeout_s == 41

@@ -121,7 +121,7 @@ exec sleep 600
 """
 
 
-def test_mount_of_enroot_ignores_the_signals_of_slurm_and_ends_with_the_container(node: Node) -> None:
+def test_enroot_mount_outlives_slurms_signals(node: Node) -> None:
     for name, text in (("enroot", ENROOT), ("squashfuse", SQUASHFUSE)):
         node.add(name, text)
     command = ["sh", str(NODE_WRAPPER), "enroot", "start", "/image.sqsh"]

@@ -15,7 +15,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
 
 
-def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> None:
+def test_spec_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     run = RunDir(tmp_path / "runs/digits/first")
     config = Config(
@@ -56,7 +56,7 @@ def spec_of(config: Config, cwd: str = "/p", root: str = "/p") -> ContainerSpec:
     return spec
 
 
-def test_configured_mount_replaces_the_default_one_and_system_folders_are_never_mounted(tmp_path: Path) -> None:
+def test_configured_mount_replaces_the_default_one(tmp_path: Path) -> None:
     config = Config(
         data=DataConfig(root=str(tmp_path)),
         container=ContainerConfig(runtime="apptainer", image="/i.sif", mounts=[f"/scratch/copy:{tmp_path}:ro"]),

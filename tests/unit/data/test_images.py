@@ -241,7 +241,7 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(
 @pytest.mark.parametrize(
     ("free_bytes", "expected"), [(2 * NUM_SAMPLES * 108, "cuda"), (2 * NUM_SAMPLES * 108 - 1, "cpu")]
 )
-def test_split_larger_than_half_of_the_free_gpu_memory_stays_on_the_host(
+def test_split_too_large_for_the_gpu_stays_on_the_host(
     free_bytes: int, expected: str, source: TensorImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, free_bytes))
@@ -400,7 +400,7 @@ def test_crop_image_shifts_and_mirrors_by_the_hash() -> None:
     assert torch.equal(crop_image(image, mirrored, flip=False), image)
 
 
-def test_random_resized_box_lies_within_the_image_and_respects_area_and_aspect_ratio() -> None:
+def test_random_crop_respects_image_area_and_aspect_ratio() -> None:
     for width, height in ((500, 375), (10, 10), (1, 1), (1000, 3), (2, 900)):
         image = Image.new("RGB", (width, height))
         for crop_hash in range(200):

@@ -154,9 +154,7 @@ def test_large_split_is_streamed(
 
 
 @pytest.mark.parametrize(("name", "flip"), [("digits", False), ("fashion_mnist", True)])
-def test_only_training_images_are_augmented_and_only_mirrored_where_classes_allow_it(
-    name: str, flip: bool, tmp_path: Path
-) -> None:
+def test_only_training_images_are_augmented(name: str, flip: bool, tmp_path: Path) -> None:
     write_idx(tmp_path, "FashionMNIST", num_train=12, num_test=5)
     data = load_datasets(params(name, root=str(tmp_path), augment=True), seed=9)
     assert isinstance(data.train, PreloadedSplit)
@@ -165,7 +163,7 @@ def test_only_training_images_are_augmented_and_only_mirrored_where_classes_allo
 
 
 @pytest.mark.processes
-def test_files_are_found_without_torch_and_small_datasets_load_without_slow_imports(tmp_path: Path) -> None:
+def test_datasets_are_found_and_loaded_without_slow_imports(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     code = (
         "import sys\n"

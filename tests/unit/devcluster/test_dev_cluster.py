@@ -221,7 +221,7 @@ def put_command(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_install_is_rejected_beside_another_slurm_and_without_apt_get(bare_machine: Path) -> None:
+def test_install_needs_apt_get_and_no_other_slurm(bare_machine: Path) -> None:
     with pytest.raises(DevClusterError, match=r"--install supports apt-get only: install slurmctld .* by the package"):
         host.install({})
     host.SITE_CONF.touch()
@@ -275,7 +275,7 @@ def test_exclusive_lock_of_root_allows_one_command_at_a_time(monkeypatch: Patch)
 
 
 @pytest.mark.processes
-def test_wait_fails_with_the_last_output_after_a_timeout_and_if_the_daemon_ends(recorded: Layout) -> None:
+def test_failed_wait_for_a_daemon_shows_its_last_output(recorded: Layout) -> None:
     recorded.logs.mkdir()
     recorded.run.mkdir()
     recorded.output("slurmctld").write_text("starting\nfatal: no such thing\n")

@@ -31,7 +31,7 @@ IN_MODULES = ClusterConfig(environment=EnvironmentConfig(kind="module", modules=
     ],
     ids=["trainer", "container", "environment", "script"],
 )
-def test_missing_torch_is_a_problem_of_ranks_that_use_this_python(
+def test_missing_torch_is_a_problem_of_ranks_with_this_python(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], here: list[str], on_slurm: list[str]
 ) -> None:
     hide_torch(monkeypatch)

@@ -282,7 +282,7 @@ def write_domain(powercap: Path, folder: str, name: str, joules: float, limit: f
     return domain
 
 
-def test_packages_and_memory_are_counted_from_the_start_of_the_meter(tmp_path: Path) -> None:
+def test_cpu_energy_counts_from_the_start_of_the_meter(tmp_path: Path) -> None:
     domain = write_domain(tmp_path, "intel-rapl:0", "package-0", 100)
     write_domain(tmp_path, "intel-rapl:0:0", "core", 40)  # a part of the package
     write_domain(tmp_path, "intel-rapl:0:1", "dram", 7)

@@ -72,7 +72,7 @@ def test_folder_above_that_others_could_replace_is_refused(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
-def test_folder_in_an_open_one_has_the_trusted_group_by_setgid_only(
+def test_folder_in_an_open_one_inherits_its_group_by_setgid_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ownership.TRUSTED_GROUPS, "nogroup")
@@ -353,7 +353,7 @@ def test_transient_errors_are_retried_and_logged_once(caplog: pytest.LogCaptureF
     assert last.startswith(f"{PATH} is available again after 0.")
 
 
-def test_unattended_process_also_retries_denied_permission_and_full_disk() -> None:
+def test_unattended_process_retries_denied_access_and_full_disk() -> None:
     errors = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
     with patient(10):
         assert retry(failing(*errors), PATH) == "read"
@@ -374,9 +374,7 @@ def test_give_up_ends_current_and_later_retries(monkeypatch: pytest.MonkeyPatch)
     assert retry(failing(errno.ESTALE), PATH) == "read"
 
 
-def test_rename_succeeds_if_the_file_was_renamed_despite_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rename_that_worked_despite_an_error_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("content")
     real = os.rename
 

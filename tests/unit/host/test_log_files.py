@@ -150,7 +150,7 @@ def test_process_limits_only_a_log_in_its_run_folder(log: Path, tmp_path: Path, 
 
 
 @pytest.mark.processes
-def test_log_of_a_process_that_ends_before_the_first_check_is_shortened(log: Path) -> None:
+def test_log_of_a_short_process_is_shortened(log: Path) -> None:
     code = LIMITED.replace("0.01", "60").replace("time.sleep(1.0)", "")
     with open(log, "ab") as output:
         subprocess.run([sys.executable, "-c", code, str(log.parent), "yes"], stdout=output, check=True)
@@ -186,7 +186,7 @@ def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "WARNING" in capsys.readouterr().err
 
 
-def test_in_a_rank_lines_name_it_and_other_loggers_belong_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_of_a_rank_name_it(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger().handlers[:] = []
     log_files.configure(rank=3)
     log_files.configure(rank=3)

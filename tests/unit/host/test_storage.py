@@ -69,9 +69,7 @@ def test_file_is_visible_with_its_content(tmp_path: Path) -> None:
     assert storage.sees(path, "token", 0.0)
 
 
-def test_missing_folder_has_the_space_of_its_parent_and_a_hanging_one_is_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_folder_has_the_space_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = storage.describe(tmp_path / "a" / "b", 5.0)
     assert found["total"] >= found["free"] > 0
     assert found["kind"]

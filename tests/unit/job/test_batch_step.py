@@ -86,7 +86,7 @@ def test_job_of_an_unknown_state_is_neither_ending_nor_requeued(caplog: pytest.L
     assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"] * 2
 
 
-def test_job_of_a_failed_run_fails_and_a_requeued_one_does_not_end_within_the_second_of_the_requeue(
+def test_job_of_a_failed_run_fails_and_a_requeued_one_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
@@ -116,7 +116,7 @@ def test_job_of_a_failed_run_fails_and_a_requeued_one_does_not_end_within_the_se
         ("running", ("user",), False),
     ],
 )
-def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
+def test_restarted_job_continues_a_run_that_no_user_stopped(
     run: RunDir, status: Status, causes: tuple[StopCause | None, ...], over: bool
 ) -> None:
     """A supervisor whose job was not restarted continues unless the run has an end status."""

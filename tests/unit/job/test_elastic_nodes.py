@@ -130,7 +130,7 @@ def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_d
     assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
-def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
+def test_silent_node_of_a_failed_preflight_is_lost(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
     assert nodes.drop_rejected(["n3", "n4"])
@@ -152,7 +152,7 @@ def grown(nodes: ElasticNodes) -> str:
     return wait_for(nodes.detect_returned, "lost nodes to answer")
 
 
-def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm, runs_dir: Path) -> None:
+def test_lost_node_that_answers_is_used_after_a_checkpoint(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert nodes.detect_returned() == "", "no node is missing"
     slurm.alive("n1", "n2", "n4")
@@ -174,7 +174,7 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     nodes.close()
 
 
-def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, runs_dir: Path) -> None:
+def test_node_removed_from_the_job_by_slurm_does_not_return(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.pool.drop_silent(["n3"])
     nodes.begin()
@@ -197,7 +197,7 @@ def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, m
     nodes.close()
 
 
-def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
+def test_storage_error_in_a_growth_check_does_not_end_the_run(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
@@ -214,7 +214,7 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
     nodes.close()
 
 
-def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
+def test_silent_node_is_reported_with_its_first_rank(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
@@ -273,9 +273,7 @@ def test_refused_and_accepted_connections_are_answers(clock: list[float]) -> Non
         probe.close()
 
 
-def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_node_that_has_answered_can_be_silent(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     probe = HostProbe({**HOSTS, "n3": "127.0.0.3"}, unused_port())
     real = socket.socket.connect_ex
 
@@ -313,7 +311,7 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
 # --- The choice of nodes for each attempt: losses, spare nodes, returns, and nodes that are not fit.
 
 
-def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None:
+def test_spare_node_stays_idle_in_a_smaller_allocation() -> None:
     pool = NodePool(NODES, most=8, least=2, spare=1)
     assert (pool.used, pool.idle) == (("n1", "n2", "n3"), ("n4",))
     assert pool.drop_silent(["n4"])

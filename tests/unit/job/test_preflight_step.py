@@ -172,7 +172,7 @@ def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
 
 
 @pytest.mark.processes
-def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Scene) -> None:
+def test_missing_answer_is_requested_twice_and_reported(scene: Scene) -> None:
     scene.set_answers("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.slurm.probe\n1: fine\n")
     scene.set_checks([Check(name="answer", level="failure", text="did not answer", node="n3")])
     with pytest.raises(PreflightError, match=r"^preflight: n3: answer: did not answer: No module named hpcdist\.slurm"):
@@ -181,7 +181,7 @@ def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Sc
 
 
 @pytest.mark.processes
-def test_node_that_has_not_joined_is_reported_with_the_error_of_its_probe(scene: Scene) -> None:
+def test_node_that_did_not_join_is_reported_with_its_probe_error(scene: Scene) -> None:
     scene.set_answers(*NODES, errors="1: terminate called\n0: fine\n")
     scene.set_checks([Check(name="group", level="failure", text="it has not joined", node="n2")])
     with pytest.raises(PreflightError, match=r"^preflight: n2: group: it has not joined: terminate called$"):
@@ -221,7 +221,7 @@ def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runti
     assert needs.join_s == Config().launch.init_timeout_s + more_s
 
 
-def test_required_disk_space_is_the_size_of_the_newest_complete_checkpoint(scene: Scene) -> None:
+def test_required_disk_space_is_that_of_the_newest_checkpoint(scene: Scene) -> None:
     for name, complete in (("step-00000009", True), ("step-00000010", True), ("step-00000011", False)):
         folder = scene.run.checkpoints / name
         (folder / "shards").mkdir(parents=True)

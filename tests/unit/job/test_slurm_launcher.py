@@ -144,9 +144,7 @@ def test_rank_whose_parent_has_not_reported_has_not_started(step: Step) -> None:
     assert step.ranks.last_message(0) == message, "that of rank 2 says nothing about others"
 
 
-def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(
-    step: Step, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_asked_for_running_ranks_after_rank_0_ended(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step.ranks, "_query_interval_s", 0.0)
     answers = step.job.answers = [None, {2}, set()]
     step.ranks.wait(0)
@@ -432,7 +430,7 @@ def test_nodes_are_not_queried_after_a_failed_preflight(
         assert (launcher.broken(), launcher.avoid) == (why, avoid)
 
 
-def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflight(
+def test_elastic_run_continues_without_a_node_failing_preflight(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preflight(monkeypatch, FULL, failed=True, blamed=["n1"])

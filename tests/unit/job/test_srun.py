@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 RANK = ["python", "-m", "worker", "/shared/my run"]
 
 
-def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
+def test_rank_environment_has_threads_and_configured_variables() -> None:
     cluster = ClusterConfig(cpus_per_task=6, env={"A": "job", "B": "job"})
     env = rank_env(Config(cluster=cluster, launch=LaunchConfig(env={"B": "rank"})))
     malloc = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1073741824"}

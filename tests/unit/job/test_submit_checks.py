@@ -115,9 +115,7 @@ def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeComman
     assert warnings[1:] == ["Slurm rejects this job: Too many"]
 
 
-def test_job_that_only_waits_is_not_rejected_although_sbatch_tests_it_in_vain(
-    slurm: FakeCommands, tmp_path: Path
-) -> None:
+def test_job_that_only_has_to_wait_is_not_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
     """Recorded with Slurm 22.05: `sbatch --test-only` refuses both jobs, sbatch accepts them and they wait."""
     reject(slurm, "Requested node configuration is not available")
     slurm.add_script("sinfo", "echo 'main|2|8|32768|gpu:2|idle|n[1-2]'; echo 'main|2|8|32768|gpu:2|drained|n[3-4]'")
@@ -158,7 +156,7 @@ def test_submit_without_slurm_names_the_alternatives(tmp_path: Path, monkeypatch
         check(tmp_path)
 
 
-def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
+def test_config_and_request_problems_are_reported_together(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
     roles = {"worker": RoleRequest(nodes=2, gpus_per_node=9)}
     cluster = {"roles": roles, "sbatch": {"nodes": "3"}, "mem": "lots"}
@@ -203,7 +201,7 @@ def test_ranks_with_the_python_of_the_submission_need_its_torch(
     assert check(tmp_path, cluster={"env": {"PYTHONPATH": str(tmp_path / "packages")}})[0] == []
 
 
-def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
+def test_secrets_in_batch_script_or_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
     config = Config(
         runs_dir=str(tmp_path),
         cluster=ClusterConfig(

@@ -66,7 +66,7 @@ def end(
 
 
 @pytest.mark.processes
-def test_threads_and_functions_of_atexit_end_before_the_conclusion(tmp_path: Path) -> None:
+def test_threads_and_atexit_functions_end_before_the_conclusion(tmp_path: Path) -> None:
     done = end(tmp_path, LATE, RAISES)
     assert (tmp_path / "late").exists(), "a thread that waits for the end of the main thread"
     assert (tmp_path / "buffer").read_text() == "written"
@@ -184,7 +184,7 @@ def test_end_of_a_trainer_names_its_step() -> None:
     ]  # fmt: skip
 
 
-def test_errors_during_the_import_of_a_trainer_keep_their_traceback(
+def test_import_errors_of_a_trainer_keep_their_traceback(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunDir.create(runs_dir / "exp" / "run")
@@ -278,7 +278,7 @@ def test_only_trainers_with_data_on_disk_have_it(tmp_path: Path) -> None:
 # --- Selection of the network interface by the routing table of this machine.
 
 
-def test_interface_with_the_route_to_the_master_is_selected_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_with_the_route_to_the_master_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_env("127.0.0.1", {}) == dict.fromkeys(INTERFACE_VARIABLES, "lo")
     env = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": ""}
     assert interface_env("127.0.0.1", env) == {"NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}

@@ -67,7 +67,7 @@ def script(run: RunDir, records: RankRecords) -> Iterator[RunningScript]:
 
 
 @pytest.mark.processes
-def test_outside_of_a_run_nothing_happens_and_neither_torch_nor_mlflow_is_imported(tmp_path: Path) -> None:
+def test_outside_of_a_run_nothing_happens_or_is_imported(tmp_path: Path) -> None:
     code = (
         "import hpcdist, os, sys\n"
         "print(hpcdist.log({'a': 1}, 1), hpcdist.should_stop(1), hpcdist.should_save(1), os.listdir())\n"
@@ -168,7 +168,7 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_script_saves_at_the_interval_of_its_config_and_at_a_stop(run: RunDir, records: RankRecords) -> None:
+def test_script_saves_at_its_configured_interval_and_at_a_stop(run: RunDir, records: RankRecords) -> None:
     config, attempt = replace(CONFIG, checkpoint=CheckpointConfig(every_steps=3)), run.attempt(1)
     with entered_script(config, attempt, ALONE, records) as script:
         assert saved_at(script, 1, 6) == [3, 6]

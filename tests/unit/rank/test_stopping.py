@@ -103,9 +103,7 @@ def test_profiles_follow_each_other_and_end_with_the_rank(rank: OneRank) -> None
     assert rank.result(3) == CommandResult(error="the ranks ended before the profile began")
 
 
-def test_profile_that_cannot_be_written_does_not_end_the_training(
-    rank: OneRank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_profile_does_not_end_the_training(rank: OneRank, caplog: pytest.LogCaptureFixture) -> None:
     rank.run.artifacts.write_text("a file instead of a folder")
     rank.send(profile(1, 0))
     rank.train(5)
@@ -139,7 +137,7 @@ def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
     assert "Stale file handle; trying again" in caplog.text
 
 
-def test_node_that_sees_several_commands_at_once_obeys_all_of_them(rank: OneRank) -> None:
+def test_node_obeys_all_commands_that_it_sees_at_once(rank: OneRank) -> None:
     for command in (profile(1, 0), SAVE, profile(1, 1), profile(2, 0)):
         rank.send(command)
     rank.agreement.newest_profile = 4
@@ -168,9 +166,7 @@ def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
     rank.commands.close()
 
 
-def test_half_written_command_is_read_again_and_a_result_that_cannot_be_written_is_logged(
-    rank: OneRank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_half_written_command_is_read_again(rank: OneRank, caplog: pytest.LogCaptureFixture) -> None:
     rank.attempt.command(1).write_text('{"action": "sa')
     rank.train(2)
     assert not rank.commands.save_is_due

@@ -91,7 +91,7 @@ def read(attempt: Attempt, rank: int = 0) -> dict[str, Any]:
     return value
 
 
-def test_heartbeat_is_written_at_the_start_and_after_a_new_beat_or_step(attempt: Attempt, writes: list[int]) -> None:
+def test_heartbeat_is_written_at_start_and_after_new_steps(attempt: Attempt, writes: list[int]) -> None:
     """It has the time of the last beat, also if it is written late. A step may be logged after its beat."""
     beat = without_thread(attempt)
     assert writes == [0]
@@ -190,7 +190,7 @@ def test_last_and_unfinished_entries_of_each_group_are_kept(attempt: Attempt, mo
     assert record["recorders"]["gloo"]["pg_status"] == {"0": {}}
 
 
-def test_records_of_nccl_are_read_from_the_recorder_that_this_torch_writes(
+def test_nccl_records_are_read_from_the_recorder_of_each_torch(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, empty = json.dumps({"entries": [entry(1)]}).encode(), b"{}"
@@ -222,7 +222,7 @@ def test_collectives_on_a_gpu_are_in_the_records_of_nccl(attempt: Attempt) -> No
     assert (call.backend, call.group_text, call.operation) == ("nccl", "the default group", "all_reduce [3]")
 
 
-def test_recorders_are_enabled_unless_the_user_has_set_their_variables(attempt: Attempt) -> None:
+def test_recorders_are_enabled_unless_the_user_configured_them(attempt: Attempt) -> None:
     env: dict[str, str] = {}
     enable_flight_recorders(attempt, env)
     prefix = str(attempt.path / "flight-rank-")
@@ -238,7 +238,7 @@ def test_recorders_are_enabled_unless_the_user_has_set_their_variables(attempt: 
 # --- A loss that has become NaN or infinite: reported once, or the end of the run.
 
 
-def test_loss_that_stays_nan_is_reported_once_with_its_first_step_or_ends_the_training(
+def test_loss_that_stays_nan_is_reported_once_or_ends_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "hpcdist")
@@ -404,7 +404,7 @@ def test_step_after_an_evaluation_is_not_counted(trainer: TimedTrainer) -> None:
     assert trainer.sums == (1, 3, 1, 1, 2)
 
 
-def test_forward_pass_without_gradients_and_waiting_before_it_are_not_compute_or_data_time(
+def test_forward_pass_without_gradients_is_not_compute_time(
     trainer: TimedTrainer,
 ) -> None:
     with torch.no_grad():
@@ -422,7 +422,7 @@ def test_forward_pass_without_gradients_and_waiting_before_it_are_not_compute_or
     assert trainer.sums == (2, 57, 2, 12, 5)
 
 
-def test_step_without_the_expected_last_gradient_is_not_counted_and_restarts_the_search(trainer: TimedTrainer) -> None:
+def test_step_without_the_expected_last_gradient_is_not_counted(trainer: TimedTrainer) -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     gradients = LastGradient(model, trainer.timer.on_gradient)
     trainer.timer.watch(gradients)

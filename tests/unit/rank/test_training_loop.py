@@ -21,7 +21,7 @@ from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, settle_buckets
 
 
-def test_the_meter_sums_and_its_time_leaves_out_pauses_also_when_it_is_restored(
+def test_meter_excludes_pauses_also_after_a_restore(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([10.0, 12.0, 15.0, 16.0, 20.0, 22.0, 100.0, 101.0])
@@ -167,7 +167,7 @@ def division(rank: int, world_size: int, num_samples: int = 67, **changes: int) 
     return Division(num_samples=num_samples, rank=rank, world_size=world_size, **fields)
 
 
-def test_shares_of_the_last_global_batch_leave_out_empty_micro_batches() -> None:
+def test_last_global_batch_has_no_shares_of_empty_micro_batches() -> None:
     """Four samples: two micro-batches."""
     last = [division(rank, 3, 68) for rank in range(3)]
     assert [list(each.share(4)) for each in last] == [[0, 1], [], []]
@@ -271,7 +271,7 @@ class Model(nn.Module):
         self.phases += 1j * value[0]
 
 
-def test_buffers_change_by_the_weighted_mean_of_the_micro_batches() -> None:
+def test_buffers_change_by_the_weighted_mean_of_micro_batches() -> None:
     inner = Model()
     model = nn.ModuleDict({"inner": inner})
     changes, before = BufferChanges(model), dict(model.named_buffers())
@@ -293,7 +293,7 @@ def test_buffers_change_by_the_weighted_mean_of_the_micro_batches() -> None:
     assert torch.equal(found["inner.phases"], torch.tensor([1 + 1j, 2 - 1j]) + 1j * mean[0])
 
 
-def test_settled_buckets_leave_the_random_numbers_of_any_gpu_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_buckets_leave_gpu_random_numbers_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[tuple[Any, int]] = []
     gpu = SimpleNamespace(get_rng_state=lambda device: 7, set_rng_state=lambda *state: states.append(state))
     monkeypatch.setattr(torch, "xpu", gpu)

@@ -123,7 +123,7 @@ def evaluated(root: Path, name: str, accuracy: float, digest: str, samples: byte
     return scene
 
 
-def test_runs_with_per_sample_results_of_the_same_data_are_paired(tmp_path: Path) -> None:
+def test_runs_with_results_of_the_same_samples_are_paired(tmp_path: Path) -> None:
     samples = npy([1] * 368 + [0] * 32)
     runs = [
         evaluated(tmp_path, "base", 0.90, "1a", npy([1] * 360 + [0] * 40)),
@@ -172,7 +172,7 @@ def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) ->
     }
 
 
-def test_runs_of_scripts_differ_by_their_arguments_and_by_what_was_set(two: tuple[ReportScene, ReportScene]) -> None:
+def test_script_runs_differ_by_arguments_and_overrides(two: tuple[ReportScene, ReportScene]) -> None:
     words = [["train.py", "--lr", "0.1"], ["train.py", "--lr", "0.2"]]
     optim = {"lr": 0.001, "momentum": 0.9}
     for scene, script, momentum in zip(two, words, (0.9, 0.8), strict=True):

@@ -219,7 +219,7 @@ def test_rows_of_the_setup(changes: dict[str, Any], name: str, lines: list[str] 
     assert dict(setup_rows(replace(FACTS, **changes))).get(name) == lines
 
 
-def test_long_setup_leaves_space_for_the_result_and_is_complete_in_the_report() -> None:
+def test_long_setup_leaves_space_for_the_result() -> None:
     secret = "http://ada:" + "s" * 200 + "@host"
     values = {f"params.p{number:02d}": Override(before="b" * 3000, after="a" * 3000) for number in range(9)}
     many = {f"z{number:02d}": Override(before=1, after=2) for number in range(40)}
@@ -263,7 +263,7 @@ def test_last_values_by_step_and_the_age_of_the_last_heartbeat() -> None:
     assert "ends in about" not in silent
 
 
-def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default() -> None:
+def test_commands_name_a_folder_and_store_that_are_not_default() -> None:
     default = replace(FACTS, cwd="/home", folder=Path("/home/runs/exp/first"), launcher="local", cluster_name="")
     command = "cd /home && hpcdist run mine.yaml optim.lr=0.01 'params.text=x $y'"
     for uri, key in (
@@ -289,7 +289,7 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
 
 
 @pytest.mark.processes  # a shell
-def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
+def test_shell_reads_the_lines_of_a_long_command_as_one() -> None:
     short = "cd /home && hpcdist run ddp_digits"
     assert wrapped(short) == short
     words = ["echo", "run", 'params.text=it\'s a "quoted" text', f"path={'/x' * 60}", "--option", "/y" * 30]
@@ -302,7 +302,7 @@ def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
     assert done.stdout == f"{' '.join(words[1:])}\n"
 
 
-def test_long_description_leaves_out_attempts_in_the_middle_and_then_its_end() -> None:
+def test_long_description_omits_middle_attempts_first() -> None:
     attempts = tuple(replace(FIRST, number=number) for number in range(1, 301))
     for max_chars in (8000, 3500):
         text = described(replace(FACTS, attempts=attempts), max_chars=max_chars)
@@ -325,7 +325,7 @@ def test_command_in_a_cause_is_code_in_the_table_of_attempts() -> None:
     )
 
 
-def test_text_of_users_has_no_meaning_in_markdown_and_durations_two_units() -> None:
+def test_text_of_users_has_no_meaning_in_markdown() -> None:
     assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
         "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
     )

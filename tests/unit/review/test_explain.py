@@ -88,7 +88,7 @@ def test_healthy_run_has_one_line(run: RunDir) -> None:
         assert explain(run).lines == [f"created, but never started; `hpcdist resume {named}` starts it"]
 
 
-def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
+def test_killed_rank_is_the_cause_and_not_its_peer(run: RunDir) -> None:
     """The killed rank has written no outcome; its peer has. The attempt after it ended with a requeue."""
     killed = "rank 1 on n1 was killed by SIGKILL, last heartbeat at step 161"
     times = AttemptTimes(supervised=1.0, began=2.0, ended=3.0)
@@ -172,7 +172,7 @@ def test_error_in_the_users_code_names_the_line_to_fix(run: RunDir) -> None:
         assert finding.code == place
 
 
-def test_rejected_config_refers_to_its_key_and_a_known_error_has_its_cause(run: RunDir) -> None:
+def test_rejected_config_names_its_key(run: RunDir) -> None:
     write_outcome(run, 0, "checkpoint.monitor='x' is not measured: use one of train/loss", kind="rejected")
     change_state(run, rejected=True)
     found = explained(run)
@@ -218,7 +218,7 @@ def test_hang_shows_the_rank_whose_stack_differs(run: RunDir) -> None:
     assert explained(run)["cause"] == "a disk is full, or a quota is exceeded"
 
 
-def test_lost_peers_and_then_the_recorded_reason_are_the_last_resort(run: RunDir) -> None:
+def test_lost_peer_is_the_cause_if_nothing_else_is_known(run: RunDir) -> None:
     found = explained(run)
     assert (found["cause"], found["evidence"]) == ("rank 0 failed", "logs in attempts/001")
     change_state(run, reason=f"rank 0 on n1 failed with {GLOO_PEER}")
@@ -254,7 +254,7 @@ def test_final_job_state_is_the_cause_of_a_lost_run(run: RunDir, slurm: Callable
         }
 
 
-def test_step_out_of_memory_is_the_cause_and_a_later_scancel_is_not(run: RunDir, slurm: Callable[..., None]) -> None:
+def test_out_of_memory_is_the_cause_and_a_later_scancel_is_not(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("FAILED", exit_code=1, nodes="n1", step_states=("CANCELLED", "OUT_OF_MEMORY"))
     assert explained(run)["cause"] == "the job used more memory than it requested"
     write_outcome(run, 0, "ValueError: nan")
@@ -294,7 +294,7 @@ def test_pending_reason_is_explained(run: RunDir, slurm: Callable[..., None]) ->
         assert found["slurm"].startswith(f"job 7 waits ({reason})")
 
 
-def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir, slurm: Callable[..., None]) -> None:
+def test_failure_before_the_first_attempt_is_in_the_batch_log(run: RunDir, slurm: Callable[..., None]) -> None:
     change_state(run, status="failed", attempt=0, reason="job 7 ended as FAILED with exit code 1 on n1")
     slurm("FAILED", exit_code=1, nodes="n1")
     (run.path / "submitit").mkdir()
@@ -322,7 +322,7 @@ def test_output_that_slurm_cannot_create_is_the_cause(run: RunDir, slurm: Callab
     assert found["fix"].startswith("runs_dir must exist on the node under the same path")
 
 
-def test_stopped_run_has_the_request_as_cause_and_its_fix_says_where_it_continues(run: RunDir) -> None:
+def test_stopped_run_has_the_request_as_cause(run: RunDir) -> None:
     change_state(run, status="stopped", reason="everything saved (`hpcdist stop` by ada)")
     found = explained(run)
     assert found["cause"] == "everything saved (`hpcdist stop` by ada)"
@@ -391,7 +391,7 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         assert pattern_name(line) == name, line
 
 
-def test_causes_precede_their_consequences_and_contain_the_name_in_the_line(run: RunDir) -> None:
+def test_causes_precede_their_consequences(run: RunDir) -> None:
     lines = ["Connection closed by peer", "Detected 1 oom_kill event in StepId=1.0", "CUDA out of memory"]
     assert pattern_name("\n".join(lines)) == "cuda-out-of-memory"
     assert first_match(lines[:2]) == (next(p for p in PATTERNS if p.name == "out-of-memory"), 1)

@@ -136,7 +136,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> Non
     assert "train/loss" in Elements(render_report(full.run, lambda run: series)).text
 
 
-def test_primary_metric_comes_first_with_its_attempts_and_best_checkpoint(scene: ReportScene) -> None:
+def test_primary_metric_comes_first(scene: ReportScene) -> None:
     scene.log({"eval/accuracy": [0.6, 0.8, 0.75]})
     scene.log({"eval/accuracy": [0.7]}, attempt=2, first=4)
     scene.attempt_file("training.json", {"first_step": 2, "began": 5.0}, attempt=2)

@@ -66,7 +66,7 @@ def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
         assert ledger.is_measured == (ledger.goodput is not None) == ("plain script" not in name)
 
 
-def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_allocated(run: RunDir) -> None:
+def test_time_between_supervisors_is_not_allocated(run: RunDir) -> None:
     full = [account(1, 21)] * 4
     add_attempt(run, 1, 21, full, supervised=0, failed=True)
     add_attempt(run, 31, 51, [account(31, 51)] * 4, supervised=0)
@@ -90,7 +90,7 @@ def test_gaps_after_the_loss_of_a_node_have_the_remaining_nodes(run: RunDir) -> 
     assert sums(read_ledger(run), 0) == {"start": 5.0, "down": 50.0 + 20.0}
 
 
-def test_nodes_that_a_job_has_given_back_for_its_upload_are_not_allocated_any_more(run: RunDir) -> None:
+def test_nodes_given_back_before_the_upload_are_not_allocated(run: RunDir) -> None:
     two = Resources(nodes={f"n{n}": Share(allocated=1, share=1, ranks=[n - 1]) for n in (1, 2)})
     add_attempt(run, 1, 21, [account(1, 21)] * 2, two, supervised=0)
     start = {"nodes": "n[1-2]", "began": 0, "ended": 61, "cores": 2}
@@ -145,7 +145,7 @@ def test_recorded_phases_are_intervals(run: RunDir) -> None:
         assert after in found, "the steps of a script follow its start"
 
 
-def test_end_of_an_attempt_is_finish_and_a_rank_that_ended_before_the_others_is_idle_until_then(run: RunDir) -> None:
+def test_rank_that_ended_early_is_idle_until_the_attempt_ends(run: RunDir) -> None:
     """The last steps end at 31, 41, 21 and 41 s; the first rank exports the model until 51 s, and all end at 61 s."""
     first, second = ({"data": 1.0, "compute": end - 2.0, "finish": 51.0 - end} for end in (31, 41))
     ends = [account(1, 51, seconds=first), account(1, 51, seconds=second), account(1, 21)]
@@ -222,7 +222,7 @@ def test_energy_of_ranks_counts_once_for_each_sensor_and_attempt(run: RunDir) ->
     assert ledger.energy_of == "nodes", "Slurm's energy comes first"
 
 
-def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_attempt(run: RunDir) -> None:
+def test_start_ends_with_its_allocation_or_last_attempt(run: RunDir) -> None:
     write_starts(run, {"began": 0, "queue_s": 2.0}, {"nodes": "n1"}, earlier={"40": None, "39": {"0": {"began": "x"}}})
     add_attempt(run, 5, 33, [account(5, 33)] * 4, supervised=3)
     assert read_ledger(run).allocated_s == pytest.approx(33 * 5)
@@ -230,7 +230,7 @@ def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_a
     assert read_ledger(run).allocated_s == pytest.approx(150.0)
 
 
-def test_reached_step_is_the_largest_of_all_ranks_and_earlier_attempts(run: RunDir) -> None:
+def test_reached_step_is_the_largest_of_ranks_and_attempts(run: RunDir) -> None:
     add_attempt(run, 1, 11, [account(1, 11)] * 2)
     assert reached_step(run.attempt(1)) == 7
     write_json(run.attempt(1).beat(1), {"time": 1.0, "step": 12, "total_steps": 20, "metrics": {}})

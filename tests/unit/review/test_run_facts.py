@@ -278,7 +278,7 @@ def test_long_series_are_thinned_and_short_ones_exact() -> None:
     assert thinned([], 2) == []
 
 
-def test_median_of_a_long_series_counts_each_part_of_the_run_alike() -> None:
+def test_median_of_a_long_series_weighs_all_parts_equally() -> None:
     series = Series()
     for step in range(6000):  # the last third is slower, and single steps stop
         series.add(step, 500.0 if step >= 4000 else 1.0 if step % 10 == 3 else 1000.0)

@@ -71,7 +71,7 @@ def test_words_of_differences_that_are_not_clear(first: Measured, second: Measur
     assert (found.interval is None) == (word != "within noise")
 
 
-def test_about_five_of_a_hundred_equal_pairs_are_called_different() -> None:
+def test_false_positive_rate_is_about_five_percent() -> None:
     random = numpy.random.default_rng(3)
     values = random.normal(0.9, 0.01, size=(2, NUM_PAIRS, 5))
     equal = [judge(seeds(*first), seeds(*second)) for first, second in zip(*values.tolist(), strict=True)]

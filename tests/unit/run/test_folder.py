@@ -160,7 +160,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_new_folders_are_private_an_existing_one_keeps_its_mode_and_the_database_becomes_private(
+def test_new_folders_and_the_database_are_private(
     tmp_path: Path,
 ) -> None:
     old = os.umask(0o002)  # the default of Debian and of Red Hat
@@ -341,7 +341,7 @@ def write_container_lease(run: RunDir, *, renewed: float) -> None:
 
 
 @pytest.mark.processes
-def test_newest_unfinished_run_of_the_config_that_nobody_holds_is_found(config: Config, make_run: Make) -> None:
+def test_newest_unfinished_run_without_a_holder_is_found(config: Config, make_run: Make) -> None:
     make_run("old", "stopped", created=1)
     make_run("killed", "running", created=2)
     make_run("other", "stopped", created=3, seed=1)
@@ -357,7 +357,7 @@ def test_newest_unfinished_run_of_the_config_that_nobody_holds_is_found(config: 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("renewed", [True, False])
-def test_run_held_in_another_container_is_skipped_unless_its_lease_is_stale(
+def test_run_with_a_fresh_lease_of_another_container_is_skipped(
     config: Config, make_run: Make, monkeypatch: pytest.MonkeyPatch, renewed: bool
 ) -> None:
     run, now = make_run("killed", "running"), time.time()

@@ -277,7 +277,7 @@ def test_lease_released_during_the_wait_is_free(run: RunDir, monkeypatch: pytest
         assert (read_json(run.lease) or {})["pid"] == os.getpid()
 
 
-def test_stalled_holder_detects_its_successor_and_keeps_its_lease(run: RunDir) -> None:
+def test_stalled_holder_leaves_the_lease_of_its_successor(run: RunDir) -> None:
     with hold(run) as held:
         held.check()
         write_lease(run, host="n2", pid=7, owner="another")

@@ -186,7 +186,7 @@ def test_file_is_removed_when_the_run_is_finished_or_cancelled(empty: RunDir, st
     assert empty.secrets.exists() == (status not in ("finished", "cancelled"))
 
 
-def test_readable_or_damaged_file_symbolic_link_and_pipe_are_errors(empty: RunDir) -> None:
+def test_readable_damaged_or_special_secret_files_are_errors(empty: RunDir) -> None:
     kept_secrets.keep(empty, VALUES)
     empty.secrets.chmod(0o640)
     message = r"secrets\.json has mode 0640, .* replace them, then `chmod 600` the file"
@@ -243,7 +243,7 @@ def test_copies_and_unfinished_checkpoints_are_not_counted(stepped: RunDir) -> N
     assert checkpoint_files.newest_step(stepped) is None
 
 
-def test_resume_point_names_step_or_file_of_a_script_and_lost_steps(stepped: RunDir, empty: RunDir) -> None:
+def test_resume_point_names_the_step_or_file_and_lost_steps(stepped: RunDir, empty: RunDir) -> None:
     before = stepped.new_attempt()
     assert resume_text.resume_point(stepped, before) == "resuming at step 100000000"
     write_json(before.outcome(0), {"outcome": "failed", "step": 100_000_014})
@@ -325,7 +325,7 @@ def test_jobs_before_a_resume_are_completed_from_accounting(empty: RunDir, accou
     assert len(accounting.asked) == 3, "complete records are not queried again"
 
 
-def test_another_job_with_the_id_of_an_earlier_one_is_not_counted(empty: RunDir, accounting: Accounting) -> None:
+def test_another_job_with_an_earlier_id_is_not_counted(empty: RunDir, accounting: Accounting) -> None:
     """The ids of a cluster begin anew when it is set up again."""
     own = {"0": {"nodes": "n1", "began": 1000.0}}
     write_json(empty.path / "job.json", {"job_id": "7", "starts": own, "earlier": {"5": own, "6": own}})

@@ -77,7 +77,7 @@ def test_code_of_a_module_that_the_config_names_is_copied(
 # --- git work trees
 
 
-def test_tracked_and_untracked_files_are_copied_except_ignored_ones(project: Path, git: Git, run: RunDir) -> None:
+def test_all_files_but_ignored_ones_are_copied(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1", kept="same", gone="bye", pkg__model="2", ignored="x")
     (project / ".gitignore").write_text("ignored.py\n")
     git("add", ".")
@@ -112,7 +112,7 @@ def test_tracked_and_untracked_files_are_copied_except_ignored_ones(project: Pat
     assert "untracked" not in patch
 
 
-def test_clean_tree_has_no_patch_even_with_runs_and_other_new_files(project: Path, git: Git) -> None:
+def test_clean_tree_has_no_patch_despite_new_files(project: Path, git: Git) -> None:
     write(project, train="1")
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
@@ -156,9 +156,7 @@ def test_patch_applied_to_the_commit_gives_the_code(
     assert (project / "data").read_bytes() == after
 
 
-def test_nested_repository_and_patch_of_a_repository_without_a_commit_are_left_out(
-    project: Path, git: Git, run: RunDir
-) -> None:
+def test_nested_repository_is_left_out(project: Path, git: Git, run: RunDir) -> None:
     """git lists submodules and nested checkouts as one folder."""
     write(project, train="1", vendor__tool="2")
     git("init", "--quiet", cwd=project / "vendor")
@@ -245,7 +243,7 @@ def test_reason_of_a_missing_commit_is_recorded(
 # --- plain folders
 
 
-def test_plain_folder_is_copied_without_hidden_files_and_environments(project: Path, run: RunDir) -> None:
+def test_copy_of_a_plain_folder_omits_hidden_files(project: Path, run: RunDir) -> None:
     write(project, train="1", pkg__model="2", pkg__hidden="3", env__lib__torch="4", cache="5")
     (project / "pkg" / "hidden.py").rename(project / "pkg" / ".hidden.py")
     (project / "env" / "pyvenv.cfg").touch()
@@ -270,7 +268,7 @@ def test_plain_folder_is_copied_without_hidden_files_and_environments(project: P
 # --- conditions and limits
 
 
-def test_shipped_trainer_is_not_copied_and_has_the_commit_of_hpcdist(
+def test_shipped_trainer_has_the_commit_of_hpcdist_and_no_copy(
     project: Path, git: Git, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, site__hpcdist__main="1")
@@ -348,7 +346,7 @@ class Finder:
 
 
 @pytest.mark.parametrize("style", ["pth", "finder", "renamed"])
-def test_ranks_import_an_editable_install_with_src_layout_from_the_copy(
+def test_editable_src_layout_is_imported_from_the_copy(
     project: Path,
     git: Git,
     run: RunDir,
@@ -391,7 +389,7 @@ def test_ranks_import_an_editable_install_with_src_layout_from_the_copy(
     assert done.stdout.strip() == str(run.code / "src" / "pkg" / "__init__.py")
 
 
-def test_editable_installs_outside_of_the_tree_are_recorded_as_live(
+def test_editable_installs_outside_of_the_tree_are_live(
     project: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, train="1")
@@ -439,9 +437,7 @@ def test_many_files_that_are_left_out_are_not_linked_one_by_one(
 # --- ignored files
 
 
-def test_gitignore_of_a_plain_folder_is_obeyed_where_git_is_installed(
-    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gitignore_of_a_plain_folder_is_obeyed(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(project, train="1", sub__notes="2", big__a="4", big__b="5")
     (project / ".gitignore").write_text("# comment\nnotes.py\n/big/*\n!/big/b.py\n")
     take(config(run), run, project)

@@ -133,7 +133,7 @@ def test_several_jobs_take_one_query(jobs: Any, runs_dir: Path) -> None:
     assert query_jobs([local]) == {}
 
 
-def test_run_is_lost_only_after_two_snapshots_which_are_rare_without_an_answer(jobs: Any) -> None:
+def test_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
     runs, queries, answers = jobs
     now = 0.0
     watch = StatusWatch(clock=lambda: now)
@@ -294,7 +294,7 @@ def test_nodes_that_ended_a_start_are_recorded_once(run: RunDir, monkeypatch: py
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 64, 65, 1000, 28_000])
-def test_heartbeats_and_checks_of_all_ranks_are_bounded_and_timely(num_ranks: int) -> None:
+def test_heartbeats_and_checks_of_many_ranks_are_bounded(num_ranks: int) -> None:
     default_s = 1800.0
     rates = [1 / beat_interval_s(rank, num_ranks, default_s) for rank in range(num_ranks)]
     assert sum(rates) <= WRITES_PER_S + 1
@@ -314,9 +314,7 @@ def test_heartbeats_and_checks_of_all_ranks_are_bounded_and_timely(num_ranks: in
 # --- Creation of a run folder that fails halfway.
 
 
-def test_failed_creation_removes_the_folder_and_reports_the_first_error(
-    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_creation_removes_the_folder(runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -355,7 +355,7 @@ def test_state_of_an_ended_sweep(make_named: Make, statuses: tuple[Status, ...],
     assert state.ended is not None
 
 
-def test_sweep_is_active_while_a_cell_runs_or_waits_for_its_turn_or_in_slurms_queue(make_named: Make) -> None:
+def test_sweep_is_active_while_a_cell_runs_or_waits(make_named: Make) -> None:
     folder, (first, run, _) = make_cells(make_named(SEEDS), "finished", "running", "created")
     assert folder.read_state().status == "failed"
     with hold(run):

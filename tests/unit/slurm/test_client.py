@@ -83,7 +83,7 @@ def test_machine_without_slurm_conf_is_told_in_one_sentence(commands: FakeComman
     ("controller", "job", "sacct", "state"),
     [(UNKNOWN_JOB, "7", "node-fail", "NODE_FAIL"), (NO_CONTROLLER, "8", "requeued", "RUNNING")],
 )
-def test_accounting_is_used_for_a_job_that_the_controller_does_not_show(
+def test_job_unknown_to_the_controller_is_read_from_accounting(
     commands: FakeCommands, controller: str, job: str, sacct: str, state: str
 ) -> None:
     commands.add("scontrol", error=controller, code=1)
@@ -315,7 +315,7 @@ HARDWARE = "(null)|gpu:2|8|32768"
         (["n3|idle|(null)|(null)|8|32768"], False, False),  # without the GPUs of the job's nodes
     ],
 )
-def test_node_is_replaceable_if_the_partition_has_another_with_its_hardware(
+def test_node_is_replaceable_by_one_with_equal_hardware(
     of_job: FakeCommands, others: list[str], idle_only: bool, enough: bool
 ) -> None:
     nodes = [f"n1|allocated|{HARDWARE}", f"n2|allocated|{HARDWARE}", *others]

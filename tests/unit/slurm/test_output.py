@@ -103,7 +103,7 @@ def test_steps_of_sacct() -> None:
     assert (info.step_states, info.out_of_memory) == (("CANCELLED", "OUT_OF_MEMORY", "FAILED"), True)
 
 
-def test_sizes_of_a_job_that_has_lost_a_node_are_one_start_with_its_begin() -> None:
+def test_job_that_lost_a_node_has_one_start() -> None:
     rows = [
         "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]",
         "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]",
@@ -306,7 +306,7 @@ def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
 # --- resources
 
 
-def test_cores_of_a_node_beyond_those_of_its_ranks_are_allocated_too() -> None:
+def test_allocated_cores_include_those_without_ranks() -> None:
     config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, cpus_per_task=2))
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "8,4"}
     found = job_resources(config, ["n1", "n2"], env)

@@ -74,7 +74,7 @@ def test_inconsistent_numbers_are_rejected(
     assert str(caught.value) == message
 
 
-def test_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_requests() -> None:
+def test_allocation_sums_nodes_and_takes_maxima_of_the_rest() -> None:
     cfg = config(
         {"server": 1, "worker": 4},
         {"server": {"cpus_per_task": 8}, "worker": {"nodes": 2, "gpus_per_node": 2}},

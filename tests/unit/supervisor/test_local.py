@@ -152,7 +152,7 @@ def test_supervise_rejects_an_incomplete_run(project: Path, make: Callable[..., 
     assert not run.lease.exists()
 
 
-def test_run_without_room_for_a_process_has_failed_with_that_cause(
+def test_run_that_cannot_start_a_process_fails_with_that_cause(
     project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a small `ulimit -u`, which does not bind root."""
@@ -210,7 +210,7 @@ class Nodes(NodeChanges):
         self.more = ""
 
 
-def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Scene) -> None:
+def test_node_failures_do_not_count_against_max_restarts(scene: Scene) -> None:
     scene.launch = {"max_restarts": 0}
     scene.script(first=[fails("peer lost"), EXIT_0], second=[fails("peer lost"), EXIT_0], third=[[*DONE], EXIT_0])
     nodes = Nodes(changes=("no answer from n3: continuing on 3 of 4 nodes", "n4 takes over"))
@@ -246,9 +246,7 @@ def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> 
     assert scene.run.attempt(2).read_request() is None
 
 
-def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_excluded_by_the_preflight_are_not_recorded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.script(first=[[*DONE]])
     supervisor = scene.supervisor(ScriptedJob(nodes=Nodes()))
     launcher, found = scene.launcher, []
@@ -269,7 +267,7 @@ def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
     assert (state.status, state.world_size, times.num_ranks, times.status) == ("finished", 1, 1, "finished")
 
 
-def test_end_of_the_job_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
+def test_job_end_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST])
     nodes = Nodes(growth="n3")
     supervisor = scene.supervisor(ScriptedJob(nodes=nodes, ending=True))
@@ -280,9 +278,7 @@ def test_end_of_the_job_during_a_restart_on_more_nodes_ends_the_run(scene: Scene
     assert request.cause == "preemption"
 
 
-def test_name_of_a_user_is_never_taken_for_the_cause_of_a_request(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_of_a_user_is_never_the_cause_of_a_request(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "{by}growth"
     monkeypatch.setenv("LOGNAME", name)
     scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]], second=[[*DONE], EXIT_0])
@@ -346,7 +342,7 @@ def test_topology_of_a_local_rank_inside_a_slurm_job() -> None:
     assert (found.job_id, found.attempt, found.num_nodes) == ("exp/first", 2, 1)
 
 
-def test_machine_counts_the_cores_of_its_affinity_and_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_counts_usable_cores_and_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5})
     install_fake_nvml(monkeypatch, *[gpu("NVIDIA H200")] * 4)
     for env, num_gpus in (({}, 4), ({"CUDA_VISIBLE_DEVICES": ""}, 0), ({"CUDA_VISIBLE_DEVICES": " 0, 1 "}, 2)):

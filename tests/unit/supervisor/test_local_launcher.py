@@ -143,7 +143,7 @@ def test_sockets_of_ended_ranks_are_removed(shell: Shell, tmp_path: Path) -> Non
     assert (tmp_path / "copy" / "log").read_text() == "done\n"
 
 
-def test_children_of_the_shell_that_became_the_parent_survive_the_ranks(tmp_path: Path, guard: Guard) -> None:
+def test_other_children_of_the_replaced_shell_survive(tmp_path: Path, guard: Guard) -> None:
     """With enroot, the FUSE daemons of the container's image are such children."""
     run = RunDir.create(tmp_path / "run")
     daemon = f'sleep 600 & echo $! > {tmp_path}/daemon; exec "$@"'

@@ -57,7 +57,7 @@ def test_first_failure_is_the_cause_of_the_others(
     assert values == expected
 
 
-def test_exit_code_of_what_should_start_a_rank_is_not_told_as_the_ranks_own() -> None:
+def test_exit_code_of_a_launcher_is_not_reported_as_the_ranks() -> None:
     why = "slurmstepd: error: execve(): python3: No such file or directory (srun: error: n1: task 1: Exited with 2)"
     found = first_failure({1: 2, 0: 1}, {0: peer_lost(0)}, lambda rank: 31, lambda rank: "n1", unstarted={1: why})
     assert found is not None
@@ -125,7 +125,7 @@ def test_node_with_repeated_failures_is_suspected(history: list[Failure | None],
     assert suspect(history) == host
 
 
-def test_failure_is_only_there_unless_ranks_on_other_hosts_report_their_own() -> None:
+def test_failure_is_local_unless_ranks_on_other_hosts_fail_too() -> None:
     """The sentence says how many ranks raised the error."""
     for outcome, only_there, n, end in (
         (peer_lost(1), True, 2, "7"),

@@ -120,7 +120,7 @@ def assert_unchanged(player: Player, cells: Sequence[Cell]) -> Result:
 
 
 @pytest.mark.slow
-def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(player: Player) -> None:
+def test_one_stale_file_handle_does_not_change_the_result(player: Player) -> None:
     operations = player.operations()
     kinds = {operation for operation, _, _ in operations}
     assert kinds >= {"open", "create", "read", "write", "fsync", "rename", "stat", "unlink", "mkdir", "flock"}
@@ -137,12 +137,12 @@ def test_error_at_the_close_of_a_log_starts_no_rank_twice(player: Player) -> Non
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [name for name in ERRORS if name != "ESTALE"])
-def test_one_error_in_any_file_operation_does_not_change_the_result(player: Player, error: str) -> None:
+def test_one_file_error_does_not_change_the_result(player: Player, error: str) -> None:
     assert_unchanged(player, each_once(player.operations(), error=getattr(errno, error)))
 
 
 @pytest.mark.faults
-def test_one_minute_of_delay_in_a_file_operation_does_not_change_the_result(player: Player) -> None:
+def test_file_operation_of_one_minute_does_not_change_the_result(player: Player) -> None:
     launch = {"launch": {"hang_timeout_s": 10.0}}
     chosen = [item for item in player.operations() if item[:2] in HANGS]
     assert len(chosen) == len(HANGS)
@@ -242,7 +242,7 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
 
 
 @pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
-def test_missing_records_in_mlflow_are_reported_without_the_password(
+def test_report_of_missing_mlflow_records_hides_the_password(
     scene: Scene, shipper: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.tracking = {"drain_timeout_s": 0.1}

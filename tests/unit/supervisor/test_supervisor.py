@@ -44,7 +44,7 @@ def alive(scene: Scene) -> Iterator[NamedPipe]:
 # --- failures
 
 
-def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene, alive: NamedPipe) -> None:
+def test_attempt_after_a_failed_rank_finishes(scene: Scene, alive: NamedPipe) -> None:
     scene.script(
         first=[
             [["grandchild", None], ["touch", "up"], *STUBBORN],
@@ -63,7 +63,7 @@ def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene
     assert alive.is_released(10), "a grandchild of the first attempt is alive"
 
 
-def test_first_failure_is_the_reason_and_names_the_role_of_the_rank(scene: Scene) -> None:
+def test_first_failure_is_the_reason_and_names_the_role(scene: Scene) -> None:
     """Rank 0 hangs, rank 1 reports a lost peer; the supervisor then kills rank 0."""
     scene.roles = {"agent": 1, "observer": 1}
     scene.launch = {"max_restarts": 0}
@@ -73,7 +73,7 @@ def test_first_failure_is_the_reason_and_names_the_role_of_the_rank(scene: Scene
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["first write", "write of an attempt"])
-def test_file_that_is_missing_because_the_folder_was_replaced_is_not_the_reason(scene: Scene, number: int) -> None:
+def test_missing_file_of_a_replaced_folder_is_not_the_reason(scene: Scene, number: int) -> None:
     scene.env[IDENTITY_VARIABLE] = identity(scene.run.path)
     scene.script(first=[[["beat", 4], *DONE], EXIT_0])
 
@@ -89,7 +89,7 @@ def test_file_that_is_missing_because_the_folder_was_replaced_is_not_the_reason(
         scene.supervise_unchecked(supervisor)
 
 
-def test_output_of_rank_0_is_reported_of_a_script_and_of_an_own_trainer_without_lines_of_hpcdist(scene: Scene) -> None:
+def test_output_of_rank_0_is_reported_without_hpcdists_own_lines(scene: Scene) -> None:
     own = [
         "11:02:03 INFO rank 0 on n1: resumed at step 7",
         "epoch 1: größe",
@@ -118,7 +118,7 @@ def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> Non
     assert (state.status, state.attempt, state.restarts, state.rejected) == ("finished", 3, 3, False)
 
 
-def test_rank_that_did_not_start_has_the_message_about_it_from_before_the_end_of_its_step(scene: Scene) -> None:
+def test_rank_that_did_not_start_has_the_last_message_about_it(scene: Scene) -> None:
     scene.launch = {"max_restarts": 0}
     scene.script(first=[fails("Connection closed by peer", peer_lost=True), [["exit", 7]]])
     supervisor = scene.supervisor()
@@ -172,7 +172,7 @@ def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
     assert times.reason.endswith("; lost n2")
 
 
-def test_same_failure_of_the_same_nodes_after_a_requeue_ends_the_run(scene: Scene) -> None:
+def test_same_failure_on_the_same_nodes_after_a_requeue_is_final(scene: Scene) -> None:
     """Else a node that always fails would requeue the job up to 50 times."""
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("nan"), EXIT_0], second=[fails("nan"), EXIT_0], third=[DONE, EXIT_0])
@@ -254,7 +254,7 @@ def test_job_that_slurm_has_requeued_is_queued_and_not_requeued(scene: Scene, ou
     assert (state.status, state.ended, requeues) == ("queued", None, [])
 
 
-def test_attempt_that_ends_for_more_nodes_is_followed_by_one_on_them(scene: Scene) -> None:
+def test_attempt_ended_for_growth_is_followed_by_a_larger_one(scene: Scene) -> None:
     class ReturnedNodes(NodeChanges):
         used = 0
 
@@ -288,14 +288,14 @@ def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> Non
         signal.signal(signal.SIGTERM, before[0])
 
 
-def test_stop_request_after_the_last_step_ends_the_run_as_finished(scene: Scene) -> None:
+def test_run_stopped_after_its_last_step_is_finished(scene: Scene) -> None:
     scene.script(first=[[["await", "{attempt}/request.json"], *DONE], EXIT_0])
     scene.report.on_attempt = lambda attempt: attempt.send_request(StopRequest(cause="user"))
     state = scene.supervise()
     assert (state.status, state.reason) == ("finished", "all epochs are done")
 
 
-def test_interrupted_start_of_a_container_ends_the_attempt_without_a_restart(scene: Scene) -> None:
+def test_interrupted_container_start_is_not_restarted(scene: Scene) -> None:
     """Slurm signals ahead of the time limit: the job is requeued, and no restart is counted."""
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("pyxis could not start the container", interrupted=True), EXIT_0])
@@ -344,7 +344,7 @@ def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     assert alive.is_released(10)
 
 
-def test_supervisor_without_lease_kills_its_ranks_and_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
+def test_supervisor_that_lost_its_lease_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
     supervisor = scene.supervisor()
     successor: list[State] = []
@@ -393,7 +393,7 @@ def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -
     )
 
 
-def test_rank_of_a_plain_script_saves_although_another_rank_loses_its_peer(scene: Scene) -> None:
+def test_script_rank_saves_although_another_loses_its_peer(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     failed: list[list[Any]] = [
         ["await", "{attempt}/rank-00001.outcome.json"],

@@ -195,7 +195,7 @@ def test_ranks_without_a_heartbeat_have_the_init_timeout(scene: Scene, monkeypat
 
 
 @pytest.mark.parametrize(("suspects", "rank"), [((3,), 3), ((3, 4), 700)])
-def test_single_suspect_of_the_stacks_is_reported_else_the_rank_with_the_oldest_heartbeat(
+def test_suspect_of_the_stacks_or_oldest_heartbeat_is_reported(
     scene: Scene, suspects: tuple[int, ...], rank: int
 ) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
@@ -211,7 +211,7 @@ DEADLOCK = Summary(sentence="all ranks are in all_reduce", suspects=(), odd_firs
 
 
 @pytest.mark.parametrize("hang_timeout_s", [None, HANG_S])
-def test_silent_ranks_of_a_script_live_as_long_as_one_rank_prints(
+def test_silent_script_ranks_live_as_long_as_one_rank_prints(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float | None
 ) -> None:
     scene = Scene(attempt, monkeypatch, 4, script=SCRIPT, hang_timeout_s=hang_timeout_s)
@@ -262,7 +262,7 @@ def test_busy_wait_in_a_collective_is_a_hang(attempt: Attempt, monkeypatch: pyte
     assert scene.ranks.time < 410
 
 
-def test_trainer_that_reports_no_steps_lives_as_long_as_one_rank_logs(
+def test_trainer_without_steps_lives_as_long_as_one_rank_logs(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(attempt, monkeypatch, 2)
@@ -308,7 +308,7 @@ def beat(attempt: Attempt, rank: int, step: int) -> None:
     attempt.beat(rank).write_text(json.dumps({"time": NOW, "step": step, "total_steps": None, "metrics": {}}))
 
 
-def test_last_step_with_a_long_heartbeat_interval_is_at_least_the_step_of_rank_0(attempt: Attempt) -> None:
+def test_last_step_is_at_least_the_step_of_rank_0(attempt: Attempt) -> None:
     """Otherwise two failures in the first minute would look like the same failure at step 0, twice."""
     beat(attempt, 0, 80)
     beat(attempt, 3000, 0)
@@ -317,7 +317,7 @@ def test_last_step_with_a_long_heartbeat_interval_is_at_least_the_step_of_rank_0
     assert progress.last_step(2999) is None, "no heartbeat yet"
 
 
-def test_straggler_is_reported_and_recorded_in_the_attempt_folder(attempt: Attempt) -> None:
+def test_straggler_is_reported_and_recorded(attempt: Attempt) -> None:
     notes: list[str] = []
     progress = monitor(attempt, 3, notes=notes)
 

@@ -339,9 +339,7 @@ def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> Non
     assert best[0].name == "first step-10"
 
 
-def test_models_have_the_values_of_the_run_which_one_request_reads(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_have_the_values_of_the_run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart computes other values, which the run does not get."""
     live = scene.shipper()
     steps = [10, 20, 30]
@@ -416,9 +414,7 @@ def test_a_lost_response_creates_no_second_model(scene: Scene, monkeypatch: pyte
     assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)]
 
 
-def test_a_model_is_created_once_and_found_without_the_saved_state(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_is_created_once_even_without_the_saved_state(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.log([10], key=ACCURACY)
     save(scene, 10, eval_accuracy=10)
     scene.shipper().ship_once()
@@ -471,7 +467,7 @@ def test_unreadable_manifest_deletes_no_model_and_is_read_again(scene: Scene, mo
     assert set(models(scene)) == {"first step-10", "first step-20"}
 
 
-def test_server_without_aliases_or_logged_models_is_skipped_with_a_debug_line(
+def test_server_without_model_features_is_skipped(
     scene: Scene, register: Register, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(*_: Any, **__: Any) -> None:

@@ -295,7 +295,7 @@ def write_if_due(writer: ReportWriter, run: RunDir, last: str = "", *, new: bool
     return writer.write_if_due(run.read_state(), last, has_new_points=new)
 
 
-def test_report_is_written_after_each_change_of_state_and_now_and_then(
+def test_report_is_written_after_state_changes_and_in_intervals(
     run: RunDir, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -333,7 +333,7 @@ def test_failure_of_a_report_is_logged_once(
 # --- The ledger of a run as metrics of MLflow.
 
 
-def test_ledger_of_an_ended_run_is_logged_once_and_again_after_accounting(scene: Scene) -> None:
+def test_ledger_of_an_ended_run_is_logged_again_after_accounting(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
     for _ in range(2):

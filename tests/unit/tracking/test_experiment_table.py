@@ -55,7 +55,7 @@ def note_of_experiment(scene: Scene) -> str:
     return str(scene.experiment.tags[NOTE_TAG]).replace("\\", "")
 
 
-def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(scene: Scene, end: End) -> None:
+def test_results_of_the_same_samples_are_paired(scene: Scene, end: End) -> None:
     for time, ones in ((1, 950), (2, 960), (3, 960)):
         end(f"r{time}", ones / 1000, time, ones=ones)
     note = note_of_experiment(scene)
@@ -69,7 +69,7 @@ def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(s
     assert experiment_table.beside_next(rows, lambda row: row.measured).startswith("too few seeds to tell from")
 
 
-def test_runs_with_other_data_or_metrics_have_a_table_of_their_own(scene: Scene, end: End) -> None:
+def test_runs_with_other_data_or_metrics_have_their_own_table(scene: Scene, end: End) -> None:
     end("a", 0.95, 10.0)
     end("b", 0.955, 20.0)
     end("small", 0.99, 30.0, size=50)

@@ -287,7 +287,7 @@ def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
     assert not [tag for tag in scene.entity.data.tags if "changed" in tag]
 
 
-def test_journal_of_a_newer_format_is_an_error_and_without_format_is_read(tmp_path: Path) -> None:
+def test_journal_of_a_newer_format_is_an_error(tmp_path: Path) -> None:
     with journal.JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 1)
     text = writer.path.read_text()

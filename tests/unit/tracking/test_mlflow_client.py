@@ -158,9 +158,7 @@ def test_server_of_another_version(server: Proxy, monkeypatch: pytest.MonkeyPatc
     assert message(server, *unknown).startswith(other)
 
 
-def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
-    server: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_waits_seconds_whatever_the_server_asks(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     server.response = ("503 Service Unavailable", {"Retry-After": "3600"}, PAGE)
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)

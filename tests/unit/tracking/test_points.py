@@ -199,7 +199,7 @@ def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch:
     assert len({point.step for point in simulation.received if point.key == "attempt"}) <= attempt
 
 
-def test_of_a_script_that_starts_from_scratch_the_newest_attempt_counts(tmp_path: Path) -> None:
+def test_newest_attempt_counts_for_a_script_without_resume(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.config.write_text("trainer: {script: [train.py]}\n")
     write(run.journal, 1, [1, 2, 3, 4])
@@ -292,7 +292,7 @@ def write_node(run: RunDir, node: int, second: float, value: float, *, attempt: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
+def test_complete_intervals_have_statistics_of_all_nodes(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(point_budget, "EXACT_POINTS", 1000)

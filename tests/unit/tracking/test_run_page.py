@@ -110,7 +110,7 @@ def test_generated_run_name_says_what_differs(scene: Scene, name: str, values: d
     assert run_name(run, StoredConfig(values=values)) == expected
 
 
-def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene) -> None:
+def test_script_run_without_a_config_is_named_by_its_arguments(scene: Scene) -> None:
     run = RunDir.create(scene.run.path.with_name("train-20261122-121700-1a2b"))
     write_origin(run, Origin(config=PLAIN_SCRIPT, values={"experiment": "hpcdist", "trainer.script": ["train.py"]}))
     script = ["/home/train.py", "--lr", "0.1", "--api-key", "s3cret"]

@@ -74,9 +74,7 @@ def test_sync_does_not_close_running_and_created_runs(scene: Scene, caplog: pyte
     assert str(report) == "another process uploads it at the moment"
 
 
-def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_closes_the_run_of_an_ended_job_with_slurms_reason(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
     queued = {str(number): {"began": 1000.0, "nodes": "n2", "queue_s": s} for number, s in enumerate((3.4, 100.0))}
     write_json(scene.run.path / "job.json", {"job_id": "12", "starts": queued})
@@ -113,7 +111,7 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-def test_shipper_marks_only_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
+def test_shipper_fails_only_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="queued")
     assert not ship_run(scene.run, scene.uri, DEAD_PARENT, through_queue=True), "of a command that follows a job"
@@ -132,9 +130,7 @@ def test_shipper_marks_only_the_run_of_a_dead_supervisor_as_failed(scene: Scene)
     assert scene.run.read_state().status == "running", "only a supervisor or a command writes the state"
 
 
-def test_unreachable_server_ends_the_drain_and_the_error_contains_no_password(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_error_of_an_unreachable_server_hides_the_password(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.write_config({**CONFIG, "tracking": {"drain_timeout_s": 0}})
     scene.state(status="finished", ended=2e9)
     with socket.socket() as bound:
@@ -171,7 +167,7 @@ shipper.main(sys.argv[1:], {{**os.environ, "HPCDIST_SUPERVISOR_PID": "{DEAD_PARE
 
 
 @pytest.mark.processes
-def test_orphaned_shipper_ends_in_a_long_pass_when_the_run_is_resumed(scene: Scene) -> None:
+def test_orphaned_shipper_ends_when_the_run_is_resumed(scene: Scene) -> None:
     scene.state(status="running", attempt=1)
     process = subprocess.Popen(
         [sys.executable, "-c", LONG_PASS, str(scene.run.path)],
@@ -290,7 +286,7 @@ def test_shipper_waits_for_the_first_step(scene: Scene, monkeypatch: pytest.Monk
 
 
 @pytest.mark.processes
-def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scene) -> None:
+def test_run_is_complete_until_new_records_or_another_attempt(scene: Scene) -> None:
     def log_tag() -> None:
         with EventWriter(scene.run.journal, 1, 0) as events:
             events.record("tag", {"stage": "late"})
@@ -435,7 +431,7 @@ def test_crash_after_the_tag_was_read(live: Live, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("text", ["save", "profile", "stop"])
-def test_command_is_obeyed_once_if_the_shipper_dies_after_obeying(
+def test_command_is_obeyed_once_if_the_shipper_dies_after_it(
     live: Live, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     note = command_tag.CommandTag._note

@@ -125,9 +125,7 @@ def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypat
     assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
 
 
-def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
-    sweep: SweepScene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parent_run_is_updated_again_if_the_state_changes(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep.ship(0)
     states = chain([State(status="running", reason="old")], repeat(State(status="finished", reason="new", ended=7.0)))
     monkeypatch.setattr(SweepDir, "read_state", lambda self: next(states))

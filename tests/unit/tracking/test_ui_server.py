@@ -90,7 +90,7 @@ def test_browser_without_the_token_gets_a_help_page() -> None:
     assert "earlier" not in request(path="/", query=f"token={TOKEN}")[2]
 
 
-def test_link_sets_an_http_only_cookie_and_opens_the_page_of_its_fragment() -> None:
+def test_link_sets_a_cookie_and_opens_the_page_of_its_fragment() -> None:
     status, found, body, reached = request(path="/", query=f"token={TOKEN}")
     assert (status, reached) == (200, 0)
     assert 'location.replace("/" + location.hash)' in body

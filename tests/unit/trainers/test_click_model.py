@@ -233,7 +233,7 @@ def whole(shards: list[TableShard]) -> dict[str, Tensor]:
     return merge([one.checkpoint().content() for one in shards], "test")
 
 
-def test_initial_rows_and_their_places_do_not_depend_on_the_number_of_servers() -> None:
+def test_initial_rows_do_not_depend_on_the_number_of_servers() -> None:
     alone = whole([shard(Layout(TABLES, 4, 1), 0)])
     assert alone["tables.a.weight"].shape == (3000, 4)
     assert not torch.equal(alone["tables.b.weight"], alone["tables.a.weight"][:7])

@@ -46,7 +46,7 @@ def test_results_are_read_back_unchanged(tmp_path: Path) -> None:
             read_results(tmp_path)
 
 
-def test_summary_counts_passed_checks_and_names_the_rates_at_the_largest_size() -> None:
+def test_summary_has_passed_checks_and_rates_of_the_largest_size() -> None:
     skipped = CheckResult(operation="scatter", dtype="int32", ok=None, error="not supported")
     rows = [row("all_reduce", 1e-3, size) for size in (2**10, 2**20)]
     results = sample(2, rows=rows, checked=[*sample().checked, skipped])

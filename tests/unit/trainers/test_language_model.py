@@ -59,7 +59,7 @@ def test_words_are_pieces_of_the_text_and_rare_ones_are_unknown() -> None:
     assert encode_bytes(["ö"]) == [[0xC3, 0xB6]]
 
 
-def test_files_are_matched_by_globs_or_selected_from_the_standard_library(tmp_path: Path) -> None:
+def test_text_files_come_from_globs_or_the_standard_library(tmp_path: Path) -> None:
     texts = read_texts([], 0.2, seed=0)
     assert sum(len(text.encode()) for text in texts) == pytest.approx(0.2e6, rel=0.01)
     assert texts == read_texts([], 0.2, seed=0) != read_texts([], 0.2, seed=1)
@@ -71,7 +71,7 @@ def test_files_are_matched_by_globs_or_selected_from_the_standard_library(tmp_pa
         read_texts([f"{tmp_path}/*.rst"], 1, 0)
 
 
-def test_whole_files_are_held_out_or_the_end_of_the_text_if_there_are_few(tmp_path: Path) -> None:
+def test_whole_files_or_the_end_of_the_text_are_held_out(tmp_path: Path) -> None:
     for letter in string.ascii_lowercase[:20]:
         (tmp_path / f"{letter}.txt").write_text(letter * 100)
     corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte"), seed=0)
@@ -168,7 +168,7 @@ def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "cfg", [OptimConfig(), OptimConfig(name="adamw", weight_decay=0.1), OptimConfig(name="sgd", momentum=0.0)]
 )
-def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig) -> None:
+def test_rows_and_their_optimizer_state_load_on_other_servers(cfg: OptimConfig) -> None:
     before, control, after = servers(2, cfg), servers(1, cfg), servers(3, cfg)
     for number in range(3):
         one_step(before, number)

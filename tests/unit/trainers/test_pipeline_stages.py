@@ -86,7 +86,7 @@ def test_measure_units_does_not_change_the_model() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_schedule_has_each_pass_once_and_holds_activations_of_few_micro_batches() -> None:
+def test_schedule_has_each_pass_once_and_holds_few_activations() -> None:
     held = []
     for stage in range(4):
         actions = one_f_one_b(stage, 4, 8)

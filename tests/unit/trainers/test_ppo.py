@@ -56,7 +56,7 @@ def rollout_of(name: str = "ShortCartPole-v0", num_steps: int = 64) -> tuple[Pol
     return policy, rollouts[1]  # the second begins in the middle of episodes
 
 
-def test_advantages_end_with_the_episode_and_bootstrap_after_a_truncation() -> None:
+def test_advantages_bootstrap_only_after_a_truncation() -> None:
     _, rollout = rollout_of()
     assert rollout.terminated.any()
     assert (rollout.truncated & ~rollout.terminated).any()
@@ -260,7 +260,7 @@ def test_vectorised_and_separate_environments_step_equally() -> None:
     assert num_ends > 20
 
 
-def test_rollout_marks_resets_as_invalid_and_keeps_last_observations() -> None:
+def test_rollout_marks_resets_and_keeps_last_observations() -> None:
     problem = Problem.of("Corridor-v0")
     collector = Collector(problem, 2, seed=0, index=0)
     first = collector.collect(0, 5, end_soon)
