@@ -1,6 +1,7 @@
-"""The session of a GPU machine."""
+"""The session of a GPU machine, and the names of tests."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from containers import CHECKOUT
 from hpcdist_runs import wait_for
 
-pytestmark = pytest.mark.processes
+MAX_NAME_LENGTH = 60
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def results(folder: Path) -> dict[str, dict[str, object]]:
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
+@pytest.mark.processes
 def test_failed_stage_does_not_stop_the_others(
     session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -66,6 +68,7 @@ def test_failed_stage_does_not_stop_the_others(
     assert "| | | | size | 1 MiB |  |" in table
 
 
+@pytest.mark.processes
 def test_stage_is_ended_at_its_limit_and_keeps_its_figures(
     session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_stage_is_ended_at_its_limit_and_keeps_its_figures(
     wait_for(has_ended, "the child of the stage to end")
 
 
+@pytest.mark.processes
 def test_next_session_runs_only_what_has_no_result(
     session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -127,3 +131,13 @@ def test_real_stages_name_existing_scripts_and_tests(session: ModuleType, tmp_pa
             script, *options = one.command(device, tmp_path)
             assert Path(script).is_file()
             assert all(isinstance(option, str) for option in options)
+
+
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    """A longer name describes several behaviours, or one in an unusual way."""
+    found = []
+    for path in sorted((CHECKOUT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE):
+            if len(name) > MAX_NAME_LENGTH:
+                found.append(f"{path.relative_to(CHECKOUT)}: {name}")
+    assert found == []
