@@ -105,9 +105,9 @@ def test_what_was_logged_is_read_back(scene: Scene, enter: Enter, caplog: pytest
     assert found.name == "exp"
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        found = client.get_experiment_by_name("x")
-        assert found is not None
-        assert client.get_experiment("17").name == found.name == "exp"
+        by_id, by_name = client.get_experiment("17"), client.get_experiment_by_name("x")
+        assert by_name is not None
+        assert by_id.name == by_name.name == "exp"
         client.set_experiment_tag("0", "team", "vision")
     assert [record.message.partition(" of the script")[0] for record in caplog.records] == [
         "MLflow: the experiment '17'",
