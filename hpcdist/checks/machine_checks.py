@@ -112,7 +112,7 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
     return checks
 
 
-#: glibc queries each server twice for 5 s, forward and reverse.
+#: Time limit of a lookup of names. glibc waits 5 s for each server and asks it twice.
 GIVE_UP_S = 15.0
 
 
@@ -134,7 +134,7 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
     return [ok("names", f"{host} → {found['address']} → {back} ({took})")]
 
 
-#: cgroups version 1 writes larger values for `no limit`.
+#: Stands for `unlimited` in the numbers of `ResourceLimits`.
 _NO_LIMIT = 2**60
 #: A quota that lacks less than this to the number of cores throttles little.
 _QUOTA_TOLERANCE = 0.5
@@ -292,7 +292,7 @@ _TRIAL = (
 
 
 def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Check]:
-    """Start ranks as `hpcdist run` does, in child processes, so that a hang cannot block doctor."""
+    """Start ranks with `hpcdist run`, in child processes, so that a hang cannot block doctor."""
     backend = GPU_BACKENDS.get(device, "gloo")
     name = f"{plural(num_ranks, 'rank')}, {backend}"
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-", ignore_cleanup_errors=True) as folder:
@@ -316,7 +316,7 @@ def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Ch
         return [failure(name, text, finding.fix)]
 
 
-#: Limit for each command.
+#: Time limit of each command of the checks of container runtimes.
 TIMEOUT_S = 10.0
 #: Subordinate ids that a user needs, because an image's files belong to several users.
 _SUB_IDS = 65536

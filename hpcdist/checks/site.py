@@ -410,8 +410,9 @@ def _server_problem(error: Exception, shown: str, credentials: Credentials, *, i
             return warning("server", text, f"export {VARIABLES}")
         who = credentials.user or "the token"
         return warning("server", f"{shown} refuses {who} (answer {code}): {_LATER}", f"check {credentials.source}")
-    reason = f"answer {code}"
-    if not code:
+    if code:
+        reason = f"answer {code}"
+    else:
         words = " ".join(str(getattr(error, "reason", error)).split())
         reason = shortened(words or type(error).__name__, 200)
     if is_up:

@@ -220,9 +220,10 @@ def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
     return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
 
-# The parameters that a trainer of the user's own declares: `train(ctx, cfg, params: MyParams)` with a dataclass. Login
-# nodes may have no torch, and `config` and `--dry-run` must not run somebody's code: before a run starts, the fields of
-# the dataclass are read, which may contain values and types only, and its module is not executed.
+# A trainer of the user's own may declare its parameters: `train(ctx, cfg, params: MyParams)` with a dataclass. Before a
+# run starts, this dataclass is read without importing the trainer's module: login nodes may have no torch, and `config`
+# and `--dry-run` must not run somebody's code. Only the statement of the dataclass is executed, without its methods,
+# and only if it consists of values and types (`_is_plain`).
 
 _VALUES = (bool, bytes, dict, float, frozenset, int, list, object, set, str, tuple)
 #: The names that the fields of a dataclass may use.
@@ -238,11 +239,12 @@ _PLAIN = (
     *(ast.Set, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.arguments, ast.keyword),
     *(ast.expr_context, ast.operator, ast.unaryop),
 )
+#: What may be called.
 _CALLED = {"Path", "dataclass", "dataclasses.dataclass", "dataclasses.field", "field", *(k.__name__ for k in _VALUES)}
 
 
 def _is_plain(source: ast.AST) -> bool:
-    """Return whether the source of a dataclass contains values, types, and calls of `field` and their constructors."""
+    """Return whether the statement of a dataclass consists only of values, types and calls of `_CALLED`."""
     for node in ast.walk(source):
         if isinstance(node, ast.Call):
             if ast.unparse(node.func) not in _CALLED:
@@ -265,10 +267,10 @@ def _is_quoted(annotation: ast.AST) -> bool:
 
 
 def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDef] | None:
-    """Return the dataclass that a trainer declares, without its methods, and its source.
+    """Return the dataclass that a trainer declares, without its methods, and its statement.
 
-    None if the trainer declares no dataclass, or one that needs more than values and the types in `_NAMES`; the ranks
-    check such a dataclass.
+    None if the trainer declares no dataclass, if one needs more than values and the types in `_NAMES`, or if the module
+    cannot be read: the ranks import the module, and report what is wrong with it.
 
     Args:
         folder: where the module of the trainer is searched first, before `sys.path`.
@@ -280,20 +282,21 @@ def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDe
         body = ast.parse(_module_file(module, folder).read_bytes()).body
         arguments = next(node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
         third = (arguments.posonlyargs + arguments.args)[2]
-        name = ast.unparse(cast(ast.expr, third.annotation)).strip("'")
-        source = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-        source.body = [node for node in source.body if isinstance(node, ast.AnnAssign | ast.Expr)]
-        if not _is_plain(source):
+        name = ast.unparse(cast(ast.expr, third.annotation)).strip("'")  # the annotation may be in quotes
+        statement = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+        # Only fields and docstrings, without methods.
+        statement.body = [node for node in statement.body if isinstance(node, ast.AnnAssign | ast.Expr)]
+        if not _is_plain(statement):
             return None
         names = dict(_NAMES)
-        exec(compile(ast.Module([source], []), module, "exec", dont_inherit=True), names)  # noqa: S102
+        exec(compile(ast.Module([statement], []), module, "exec", dont_inherit=True), names)  # noqa: S102
         kind = cast(type, names[name])
-        get_type_hints(kind)
-    except Exception:  # the ranks import the module, and report what is wrong with it
+        get_type_hints(kind)  # fails if a type is unknown
+    except Exception:  # no such module, function, argument or dataclass
         return None
     if not dataclasses.is_dataclass(kind):
         return None
-    return kind, source
+    return kind, statement
 
 
 def _module_file(module: str, folder: Path) -> Path:
@@ -314,6 +317,7 @@ def with_params(config: Config, folder: Path, source: str) -> Config:
         return config
     kind, _ = declared
     params = build(kind, with_texts(config.params, config.param_texts), source)
+    # The values now have the declared types, so their texts are no longer needed.
     return dataclasses.replace(config, params=_stored(params, config.params), param_texts={})
 
 

@@ -112,17 +112,19 @@ def prepare(data: DataConfig) -> None:
         return
     root = Path(data.root).expanduser()
     if data.name == "image_folder":
-        find_or_raise(data.name, root)
+        find_or_raise(data.name, root)  # the user's own images cannot be downloaded
         return
     if find(data.name, root):
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that downloads into {root}"
-        with long_lock(root / LOCK_NAME, waiting=waiting, shared=True):  # users of a group share data
+        # `shared`: other users of the group may use the lock's file, too; the lock is exclusive.
+        with long_lock(root / LOCK_NAME, waiting=waiting, shared=True):
             if not find(data.name, root):  # another process may have downloaded it meanwhile
                 _download(data.name, root)
-    # torchvision raises RuntimeError if no mirror answers or a checksum is wrong.
+    # torchvision raises RuntimeError if no mirror answers or a checksum is wrong. EOFError and zlib.error come from an
+    # incomplete or damaged .gz file, HTTPException from a broken answer of the server.
     except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{_not_found(data.name, root)} and could not be downloaded ({reason}): {_FIX}") from error
@@ -130,20 +132,20 @@ def prepare(data: DataConfig) -> None:
 
 def _download(name: str, root: Path) -> None:
     """Download into a temporary folder, then move each file to its place. The caller holds the lock."""
-    for stale in root.glob(f"{TEMP_PREFIX}*/"):  # of processes that were killed
-        shutil.rmtree(stale)
+    for stale in root.glob(f"{TEMP_PREFIX}*/"):  # of processes that were killed: the lock excludes running ones
+        shutil.rmtree(stale, ignore_errors=True)  # perhaps another user's
     log.info("downloading %s into %s", name, root)
     target = root / FOLDERS[name]
     with tempfile.TemporaryDirectory(prefix=TEMP_PREFIX, dir=root) as temp:
         _fetch(name, Path(temp))
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted((Path(temp) / FOLDERS[name]).iterdir()):
-            if file.suffix != ".gz":  # torchvision keeps both; the unpacked file is enough
+            if file.suffix != ".gz":  # torchvision also keeps the compressed file, which is not needed
                 os.replace(file, target / file.name)
 
 
 def _fetch(name: str, folder: Path) -> None:
-    """Download with torchvision, which has the mirrors and checksums."""
+    """Download with torchvision, which knows the mirrors and checksums."""
     from torchvision import datasets
 
     classes = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}

@@ -28,7 +28,7 @@ from hpcdist.slurm.placement import requested_cluster
 
 #: Errors of sbatch after which Slurm may have accepted the job.
 _UNANSWERED = re.compile(r"timed out|timeout|zero bytes|connection (?:reset|closed)|unexpected message", re.IGNORECASE)
-#: Time in which the controller is asked for such a job.
+#: Time for which the controller is asked again whether it has accepted such a job.
 FIND_S = 60.0
 
 
@@ -107,7 +107,8 @@ def _queued(runs: Sequence[RunDir], job: str, name: str) -> Iterator[None]:
             raise
         text = " ".join(str(error).split())
         if _UNANSWERED.search(text):
-            raise HpcdistError(f"sbatch got no answer: {text}; {_withdraw(name)}") from error
+            outcome = _withdraw(name)
+            raise HpcdistError(f"sbatch got no answer: {text}; {outcome}") from error
         raise UserMistake(f"Slurm rejected the {job}: {text}") from error
 
 
@@ -150,11 +151,12 @@ def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> st
         raise UserMistake(f"Slurm rejects this job: {reason}") from error
 
 
-# The batch script of a run and its sbatch parameters. Pure functions of the config.
+# The batch script of a run and its sbatch parameters. These functions need no Slurm and submit nothing.
 
-#: The shell of the batch step restarts a supervisor that is killed, by a user or for lack of memory, up to three times:
-#: the allocation still exists, and the ranks continue from the newest checkpoint. After Slurm's SIGTERM it does not
-#: restart the supervisor. `|| code=$?` because set-up lines of the site may contain `set -e`.
+#: Shell function of the batch step that runs the supervisor. It restarts a supervisor that is killed (exit code above
+#: 128), by a user or for lack of memory, up to three times: the allocation still exists, and the ranks continue from
+#: the newest checkpoint. It does not restart it after SIGTERM, to this shell (`trap`) or to the supervisor (143 is 128
+#: plus 15). `|| code=$?` because set-up lines of the site may contain `set -e`.
 _SUPERVISE = """\
 trap 'left=0' TERM
 supervise() {
@@ -165,9 +167,9 @@ supervise() {
   done
 }"""
 
-#: Python with submitit that does not import NumPy.
+#: The command of the supervisor: Python with a module that calls submitit without importing NumPy.
 _PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.job.submitit_entry"
-#: The interpreter for submitit: the shell function above.
+#: Name of the shell function, which submitit calls as if it were the Python interpreter.
 SUPERVISOR = "supervise"
 
 

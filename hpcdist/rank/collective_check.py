@@ -34,8 +34,8 @@ from hpcdist.run.folder import Attempt
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 1000
 WARM_UP = 5  #: iterations, of fast operations
-#: Shortest time of an iteration in an estimate of their number: the clock may measure 0 s.
-_CLOCK_STEP_S = 1e-7
+#: Lower bound of an iteration's time when the number of iterations is estimated: the clock may show 0 s.
+_MIN_ITERATION_S = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def measure(
         if sum(seconds) >= limit_s:
             break
         left_s = budget_s - sum(seconds)
-        num_affordable = int(left_s / max(Timing.of(seconds).median_s, _CLOCK_STEP_S))
+        num_affordable = int(left_s / max(Timing.of(seconds).median_s, _MIN_ITERATION_S))
         seconds += slowest(min(max(1, num_affordable), MAX_ITERATIONS - len(seconds)))
     return Timing.of(seconds, divided_by)
 
@@ -175,7 +175,7 @@ def log_env(topology: Topology, attempt: Attempt, env: Mapping[str, str], sysfs:
                 file = str(_nccl_log(attempt, topology))
                 return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": file}
         except OSError:
-            continue  # a virtual function that is being removed
+            continue  # the device is being removed, as virtual functions (SR-IOV) may be
     return {}
 
 
@@ -278,8 +278,8 @@ def largest_exact(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-#: Largest contribution of a rank to a sum of all ranks.
-_LARGEST_TERM = 7
+#: Largest contribution in the second row of `terms`, to which all ranks contribute.
+_LARGEST_JOINT_TERM = 7
 #: Types of gradients, metrics and agreements, in the order of the check; gloo has no sums of bfloat16.
 _GLOO_DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
 _DTYPES = (*_GLOO_DTYPES, torch.bfloat16)
@@ -294,8 +294,8 @@ def terms(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> tuple
     index = torch.arange(elements)
     single = 1 + index // num_ranks % 100
     joint = torch.zeros_like(index)
-    if _LARGEST_TERM * num_ranks <= largest_exact(dtype):
-        joint = 1 + index % _LARGEST_TERM
+    if _LARGEST_JOINT_TERM * num_ranks <= largest_exact(dtype):
+        joint = 1 + index % _LARGEST_JOINT_TERM
     term = torch.stack([torch.where(index % num_ranks == rank, single, 0), joint])
     sums = torch.stack([single, num_ranks * joint])
     return term.to(dtype), sums.to(dtype)

@@ -241,9 +241,7 @@ class Context:
         check: Callable[[], None] | None,
     ) -> Steps:
         """Return the steps from that of the restored checkpoint on, and free the checkpoint."""
-        step = 0
-        if self._restored is not None:
-            step = self._restored.step
+        step = self._restored.step if self._restored is not None else 0
         if total_steps < step:
             raise TrainerError(
                 f"ctx.steps: total_steps={total_steps}, but the checkpoint has {step} steps: pass {step} or more, or"
@@ -349,9 +347,7 @@ class Context:
     def _agree_among(self, ranks: Sequence[int]) -> Groups:
         """See `RankRoles.agree_among`."""
         self._times.leave_to(ranks)
-        group = None
-        if len(ranks) > 1:
-            group = gloo_group(ranks, self.groups.timeout)
+        group = gloo_group(ranks, self.groups.timeout) if len(ranks) > 1 else None
         if self.rank not in ranks:
             self.timer.account.enter("idle")
         else:

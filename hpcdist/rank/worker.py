@@ -94,7 +94,8 @@ def _run_script_or_trainer(
     """Run the training.
 
     Returns a function that records the success and returns the exit code, and the time limit of the end of this
-    process. Until that function is called the rank has not succeeded: errors of threads or `atexit` count, too.
+    process. Until that function is called the rank has not succeeded: it has failed if a thread or a function of
+    `atexit` kills the process.
     """
     dump_on_signal(attempt, topology.rank)
     enable_flight_recorders(attempt, os.environ)
@@ -102,7 +103,7 @@ def _run_script_or_trainer(
     log_files.limit_log(run.path)
     os.environ.update(cache_environment(os.environ, run.path))
     records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
-    # `launch.env.MLFLOW_TRACKING_URI` leaves MLflow in the ranks as the config says.
+    # MLflow in the ranks writes into this run, unless the config sets its store by launch.env.MLFLOW_TRACKING_URI.
     if URI_VARIABLE not in config.launch.env:
         if is_declared():
             os.environ.update(records.environment())
@@ -130,7 +131,7 @@ def _run_script_or_trainer(
             return outcome.write_error(error)
         return 0
 
-    # Half of both limits, so that the supervisor does not kill a rank that waits for its threads.
+    # Half of the smaller limit, so that the supervisor does not kill a rank that waits for its threads.
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
 
 
@@ -300,6 +301,7 @@ def load_trainer(target: str) -> Callable[..., None]:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
         message = f"trainer {target!r} cannot be imported: {type(error).__name__}: {error}"
+        # Is the missing module the trainer's own, or a package that contains it, rather than one that it imports?
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         if is_missing:
             raise TrainerError(message) from None
@@ -499,7 +501,7 @@ def _shorten(text: str) -> str:
 
 #: Time limit after a failure, whose restart waits for the end of all ranks.
 FAILED_S = 3.0
-#: Time for functions of `atexit` if threads have used up the limit.
+#: Time for functions of `atexit` if threads have used up the limit, and for flushing files.
 ATEXIT_S = 3.0
 #: Additional time for calls that a signal does not interrupt.
 _STUCK_S = 2.0
@@ -511,7 +513,10 @@ class _TimeIsUp(Exception): ...
 
 
 def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
-    """End this process as Python does, with the exit code of `conclude`; threads and `atexit` have `limit_s`."""
+    """End this process as Python does, with the exit code of `conclude`.
+
+    Threads and functions of `atexit` share `limit_s`, but the latter have at least ATEXIT_S.
+    """
 
     def give_up() -> None:
         log.warning("a function of atexit does not end, and is cut off: %s", _name(threading.main_thread()))
@@ -520,7 +525,7 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
     def interrupt(*_: object) -> NoReturn:
         raise _TimeIsUp
 
-    stuck = threading.Timer(limit_s + ATEXIT_S + _STUCK_S, give_up)
+    stuck = threading.Timer(limit_s + 2 * ATEXIT_S + _STUCK_S, give_up)
     stuck.daemon = True
     stuck.start()
     signal.signal(signal.SIGALRM, interrupt)

@@ -24,11 +24,7 @@ from hpcdist.host.retry import retry
 from hpcdist.review.markdown import text_of
 from hpcdist.review.uncertainty import evaluated_on, num_evaluated, share_error, with_error
 from hpcdist.review.verdict import Measured
-from hpcdist.run import (
-    checkpoint_files,
-    config_origin,
-    run_parameters,
-)
+from hpcdist.run import checkpoint_files, config_origin, run_parameters
 from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
 from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, complete_checkpoints
 from hpcdist.run.config_origin import Override, read_origin
@@ -551,17 +547,13 @@ def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], s
     return ""
 
 
-#: Keys of the versions of the ranks' Python.
-_RANK_VERSIONS = ("python", "torch", "cuda", "driver", "hpcdist")
-
-
 def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
     record: dict[str, Any] = {}
     if rank_python == "container":
         record = _read(run.container)
     elif rank_python == "environment":
         record = _read(run.rank_environment)
-    return _texts({name: record.get(name) for name in _RANK_VERSIONS})
+    return _texts({name: record.get(name) for name in ("python", "torch", "cuda", "driver", "hpcdist")})
 
 
 def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | None:

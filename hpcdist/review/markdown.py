@@ -19,12 +19,12 @@ TRAINING_PAGES = "workflowType=machine_learning"
 #: Artifact with the uncommitted changes, `code.patch` in the run folder. MLflow's viewer shows no file `*.patch`.
 PATCH = "code.patch.txt"
 
-#: Characters of a value in a report.
+#: Largest number of characters of a value in a report.
 MAX_TEXT = 600
 
 
 class Markdown(str):
-    """Text that is Markdown already; `table` escapes any other."""
+    """Text that is already Markdown; `table` and `link` escape any other text."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ def escaped(text: str, limit: int = 300) -> Markdown:
 def with_code(text: str, limit: int) -> Markdown:
     """Return `one_line` of a text as `escaped` does, and text between backticks as code."""
     line = one_line(text, limit)
-    if line.endswith("…") and line.count("`") % 2:  # the end of the code is cut off
+    if line.endswith("…") and line.count("`") % 2:  # the closing backtick was cut off
         line = f"{line[:-1]}`…"
     # In a table, a vertical bar in code would end the cell. Each second part is code.
     parts = re.split(r"(`[^`|]+`)", line)
@@ -66,7 +66,7 @@ def with_code(text: str, limit: int) -> Markdown:
 
 
 def _escaped(line: str) -> Markdown:
-    # The backslashes first: those of the entities would be shown.
+    # First the backslashes: afterwards, the `#` of an entity such as `&#64;` would get one too.
     return Markdown(_SPECIAL.sub(r"\\\g<0>", line).translate(_HTML))
 
 

@@ -47,7 +47,7 @@
             stragglers.jsonl                     straggler events
 
 Supervisor, ranks and shipper are separate processes, possibly on separate hosts, where they share only these
-files. `host/files.py` describes the format number in the JSON files.
+files. `host/json_files.py` describes the format number in the JSON files.
 """
 
 import errno
@@ -203,13 +203,13 @@ class Attempt:
             names = retry.retry(lambda: os.listdir(self.path), self.path)
         except NotADirectoryError:
             return {}
-        files_by_rank = []
+        numbered = []
         for name in names:
             match = _OUTCOME.fullmatch(name)
             if match is not None:
-                files_by_rank.append((int(match[1]), name))
+                numbered.append((int(match[1]), name))
         outcomes = {}
-        for rank, name in sorted(files_by_rank):
+        for rank, name in sorted(numbered):
             if rank in skip:
                 continue
             outcome = read_json(self.path / name)

@@ -42,8 +42,6 @@ CANNOT_RUN = (
     psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE,
     psutil.STATUS_DEAD,
 )  # fmt: skip
-
-
 #: Beginning of the arguments of a parent of ranks, and all arguments of a rank, without the path of the run at the end.
 _PARENT_ARGUMENTS = ["-P", "-m", PARENT_MODULE]
 _RANK_ARGUMENTS = ["-P", "-m", RANK_MODULE]
@@ -300,7 +298,7 @@ def _first_difference(members: Mapping[int, Calls], waiting: Mapping[int, Mappin
         members: the last calls of each rank of one group.
         waiting: the operations in which the ranks wait, by sequence number and rank.
     """
-    group = next(iter(members.values()))
+    any_call = next(iter(members.values()))
     for number, operations in sorted(waiting.items()):
         callers: dict[str, list[int]] = {}
         for rank, operation in operations.items():
@@ -309,7 +307,7 @@ def _first_difference(members: Mapping[int, Calls], waiting: Mapping[int, Mappin
         if len(callers) > 1:
             most_first = sorted(callers.items(), key=lambda item: -len(item[1]))
             texts = [f"{ranks_text(ranks)} {_verb('call', ranks)} {name}" for name, ranks in most_first]
-            where = f"{group.backend} collective number {number} of {group.group_text}"
+            where = f"{any_call.backend} collective number {number} of {any_call.group_text}"
             return f"as {where} {', but '.join(texts)}"
     return ""
 
@@ -319,12 +317,12 @@ def _first_missing(members: Mapping[int, Calls], waiting: Mapping[int, Mapping[i
 
     The arguments are those of `_first_difference`.
     """
-    group = next(iter(members.values()))
+    any_call = next(iter(members.values()))
     for number, operations in sorted(waiting.items()):
         late = [rank for rank, call in members.items() if call.last < number]
         if late:
             have = "has" if len(late) == 1 else "have"
-            call_text = f"{group.backend} {operations[min(operations)]} (number {number} of {group.group_text})"
+            call_text = f"{any_call.backend} {operations[min(operations)]} (number {number} of {any_call.group_text})"
             wait = _verb("wait", operations)
             return late, f"{ranks_text(late)} {have} not called {call_text}, which {ranks_text(operations)} {wait} in"
     return [], ""

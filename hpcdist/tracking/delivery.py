@@ -36,7 +36,6 @@ LOG_INTERVAL_S = 60.0
 CHECKPOINTS_INTERVAL_S = 10.0
 #: Time limit for the records of a running run in one pass, and for its artifacts: commands, tags and the status wait.
 PASS_S = 5.0
-_S_PER_HOUR = 3600
 #: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
 SAVE_S = 2.0
 _FINAL_MODEL = """\
@@ -254,7 +253,10 @@ class Delivery:
         self._status = state_key(state)
 
     def _end_ms(self, state: State) -> int:
-        """Return the end time for MLflow, whose duration, the difference to the start, is then the running time."""
+        """Return the end time for MLflow.
+
+        MLflow's duration is the difference of end and start: without pauses, it is then the running time.
+        """
         running_s = sum(allocation.ended - allocation.began for allocation in allocations_of(self.run))
         running_ms = int(1000 * running_s)
         if running_ms:
@@ -454,9 +456,9 @@ def _ledger_values(ledger: Ledger) -> dict[str, float]:
     """Return the metrics of a ledger; empty if nothing was measured."""
     if not ledger.entries:
         return {}
-    values: dict[str, float] = {f"{cause}_hours": ledger.seconds.get(cause, 0.0) / _S_PER_HOUR for cause in CAUSES}
-    values["allocated_hours"] = ledger.allocated_s / _S_PER_HOUR
-    values["queue_hours"] = ledger.queue_s / _S_PER_HOUR
+    values: dict[str, float] = {f"{cause}_hours": ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
+    values["allocated_hours"] = ledger.allocated_s / 3600
+    values["queue_hours"] = ledger.queue_s / 3600
     if ledger.goodput is not None:
         values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:

@@ -136,17 +136,17 @@ class Bench:
         rows: list[Row] = []
         for nominal in nominal_sizes:
             count = elements(nominal, dtype, num_parts)
-            size = 0
+            num_bytes = 0
             if nominal > 0:
-                size = count * dtype.itemsize
-            if rows and rows[-1].bytes == size:  # rounded up to the previous size
+                num_bytes = count * dtype.itemsize
+            if rows and rows[-1].bytes == num_bytes:  # rounded up to the previous size
                 continue
             if rows:
                 reason = self._reason_to_stop(kind, nominal, rows[-1])
                 if reason:
                     self.results.notes.append(f"{kind.name}: {reason}")
                     break
-            row = self._measure_size(kind, count, dtype, nominal=nominal, size=size)
+            row = self._measure_size(kind, count, dtype, nominal=nominal, num_bytes=num_bytes)
             rows.append(row)
             self.results.rows.append(row)
             self._log_metrics(row)
@@ -156,16 +156,17 @@ class Bench:
 
     def _reason_to_stop(self, kind: OperationKind, nominal: int, last: Row) -> str:
         """Return a note if a call of this size would take too long, judged by the last size; else an empty string."""
-        if last.bytes >= nominal:
-            return ""
+        # The times of a row are those of one hop.
         last_call_s = last.median_s * kind.hops(self.ctx.world_size)
         call_s = last_call_s * nominal / last.bytes
         if call_s <= MAX_ITERATION_S:
             return ""
         return f"stopped at {last.size} B, which takes {last_call_s:.2g} s"
 
-    def _measure_size(self, kind: OperationKind, count: int, dtype: torch.dtype, *, nominal: int, size: int) -> Row:
-        """Measure an operation with `count` elements, of `size` bytes."""
+    def _measure_size(
+        self, kind: OperationKind, count: int, dtype: torch.dtype, *, nominal: int, num_bytes: int
+    ) -> Row:
+        """Measure an operation with `count` elements of together `num_bytes`: the nominal size, rounded up to parts."""
         num_ranks = self.ctx.world_size
         operation = Operation(kind, count, dtype, self.device)
         timing = measure(
@@ -178,9 +179,9 @@ class Bench:
             divided_by=kind.hops(num_ranks),
         )
         algbw, busbw = None, None
-        if size > 0:
-            algbw, busbw = bandwidths(kind.name, size, timing.median_s, num_ranks)
-        return Row(operation=kind.name, size=nominal, bytes=size, **asdict(timing), algbw=algbw, busbw=busbw)
+        if num_bytes > 0:
+            algbw, busbw = bandwidths(kind.name, num_bytes, timing.median_s, num_ranks)
+        return Row(operation=kind.name, size=nominal, bytes=num_bytes, **asdict(timing), algbw=algbw, busbw=busbw)
 
     def _log_metrics(self, row: Row) -> None:
         metrics = {f"comm/{row.operation}/median_us": 1e6 * row.median_s}

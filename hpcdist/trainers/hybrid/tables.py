@@ -368,9 +368,8 @@ class TableServer:
             body = torch.empty(body_length, dtype=torch.int64)
             self._group.recv([body], trainer, TAG_ROWS).wait()
         rows = body[:num_rows]
-        units = Bags(rows, body[num_rows:])
-        if num_offsets == 0:  # each row is a unit
-            units = single_rows(rows)
+        # Without offsets, each row is a unit.
+        units = single_rows(rows) if num_offsets == 0 else Bags(rows, body[num_rows:])
         return _Request(kind, bool(is_ahead), units)
 
     def _send_late(self, units: Bags, changed: Tensor, trainer: int) -> None:
@@ -444,9 +443,9 @@ def sums_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
     bag_of_id = bags.of_id
     for start, end in pairwise(starts):
         on_server = (bags.ids >= start) & (bags.ids < end)
-        bag_of_unit, server_units = grouped(bag_of_id[on_server], bags.ids[on_server] - start)
+        server_bags, server_units = grouped(bag_of_id[on_server], bags.ids[on_server] - start)
         units.append(server_units)
-        bag_of_unit_by_server.append(bag_of_unit)
+        bag_of_unit_by_server.append(server_bags)
     bag_of_unit = torch.cat(bag_of_unit_by_server)
     by_bag = bag_of_unit.sort(stable=True)
     offsets = torch.searchsorted(by_bag.values, torch.arange(len(bags) + 1))

@@ -162,7 +162,7 @@ def save_step(
     step: int,
     metrics: Mapping[str, float],
 ) -> None:
-    """Save on every rank: rank 0 orders the servers to save once they have all updates."""
+    """Save on every rank: rank 0 tells the servers to save when they have all updates."""
     learner.settle()
     if ctx.is_main:
         rpc.send_command("save", step, to=rpc.of_role(SERVER))
@@ -187,19 +187,20 @@ def max_in_flight(cfg: Config, progress: Progress, steps: Steps) -> int:
     limits = [ASYNC_BATCHES, 1 + progress.steps_until_evaluation]
     every = cfg.checkpoint.every_steps
     if every is not None:
-        limits.append(every - steps.step % every)  # until the next save
+        limits.append(every - steps.step % every)  # this step and those up to the next save
     return min(limits)
 
 
 def interval_metrics(learner: "Learner", progress: Progress, meter: Meter) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
+    """Return the training metrics since the last logged step, and count their tokens in `progress`."""
     loss_sum, num_tokens = learner.trainers.sum([meter.sums["loss_sum"], meter.sums["num_tokens"]])
+    num_samples = progress.add_samples(num_tokens)
     return {
         "train/loss": loss_sum / num_tokens,
         "train/lr": learner.optimizer.param_groups[0]["lr"],
         "train/epoch": progress.epochs,
         "train/tokens_per_s": num_tokens / meter.elapsed_s,
-        "samples": progress.add_samples(num_tokens),
+        "samples": num_samples,
     }
 
 
