@@ -1,11 +1,11 @@
 """Seconds from SIGKILL of a rank to the next completed step in a Slurm job, by default and with `launch.fork=false`.
 
-    python benchmarks/slurm_recovery.py [--rounds 3] [--kills 3] [--nodes 2] [--tasks 2] [--json]
+    python benchmarks/slurm_recovery.py [--rounds 3] [--kills 3] [--nodes 2] [--tasks 2] [--json] [KEY=VALUE …]
 
 As `recovery.py`, with the same model, in a job on a dev cluster, which this script starts unless one is running. A rank
 of each node is killed in turn. The preflight is off, the contenders alternate, and the results are medians of the
 rounds, whose results are the medians of their kills. `processes` contains the end of the failed step and the start of
-the next one.
+the next one. Further settings of the runs, such as those of a container, follow the options.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="per contender and round")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--tasks", type=int, default=2, help="ranks per node")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    shape = [f"cluster.nodes={arguments.nodes}", f"cluster.tasks_per_node={arguments.tasks}"]
+    shape = [f"cluster.nodes={arguments.nodes}", f"cluster.tasks_per_node={arguments.tasks}", *arguments.settings]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     with dev_cluster(arguments.nodes) as cluster_env:
         env = {**clean_env(), **cluster_env, "OMP_NUM_THREADS": "1"}
