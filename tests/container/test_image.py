@@ -191,7 +191,7 @@ def labelled(containers: Containers) -> Iterator[str]:
     command = ["podman", "build", "--isolation=chroot", f"--tag={TAG}", "-"]
     subprocess.run(command, env=containers.env, input=text, capture_output=True, text=True, check=True)
     yield TAG
-    containers.podman("image", "rm", TAG)
+    containers.podman("image", "rm", "--force", TAG)
 
 
 @pytest.fixture
