@@ -16,6 +16,8 @@ def source_digest(folder: str) -> str:
 
     digest = hashlib.sha256()
     for path, folders, names in os.walk(folder):
+        if path == folder and "examples" in folders:
+            folders.remove("examples")  # a wheel contains programs that are outside of the package in a checkout
         folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".sh")):

@@ -42,6 +42,19 @@ def test_versions_equal_those_of_the_installed_packages() -> None:
         assert found["nccl"] == distribution(f"nvidia-nccl-cu{torch['cuda'].partition('.')[0]}").version
 
 
+def test_digest_of_a_wheel_equals_that_of_the_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "hpcdist"
+    package.mkdir()
+    (package / "module.py").write_text("x = 1")
+    checkout = versions.source_digest(str(package))
+    programs = package / "examples" / "tutorials"  # a wheel has them inside of the package
+    programs.mkdir(parents=True)
+    (programs / "ddp.py").write_text("y = 2")
+    assert versions.source_digest(str(package)) == checkout
+    (package / "module.py").write_text("x = 2")
+    assert versions.source_digest(str(package)) != checkout
+
+
 # --- The GPU facts against a replacement for NVML, since test machines have no GPU
 
 
