@@ -50,7 +50,7 @@ def immediate(rank: int) -> Tensor:
 
 
 def reductions(rank: int) -> dict[str, float]:
-    """Combine one number of each rank, with the result on all ranks."""
+    """Reduce one number of each rank by four operations; all ranks get the results."""
     results = {}
     for operation in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
         tensor = torch.tensor([rank + 1.0])
@@ -114,7 +114,10 @@ def ring_all_reduce(values: Tensor) -> Tensor:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """What DistributedDataParallel does in larger pieces, and while the backward pass runs."""
+    """Average the gradients over all ranks.
+
+    DistributedDataParallel does this for several parameters at a time, while the backward pass runs.
+    """
     for parameter in model.parameters():
         assert parameter.grad is not None, "after the backward pass"
         dist.all_reduce(parameter.grad)

@@ -109,6 +109,8 @@ def train(arguments: argparse.Namespace) -> None:
         epoch = saved["epoch"]
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
+        if is_main:
+            print(f"{checkpoint} has {epoch} epochs: continuing after them", flush=True)
 
     step = epoch * len(loader)
     while epoch < arguments.epochs:

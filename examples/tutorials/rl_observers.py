@@ -85,7 +85,7 @@ class Agent:
         return torch.futures.wait_all(futures)
 
     def learn(self) -> None:
-        """Make likelier what was followed by more reward than on average."""
+        """Raise the probability of actions that more reward than the mean has followed (REINFORCE)."""
         returns: list[float] = []
         for rewards in self.rewards:
             discounted: list[float] = []
@@ -113,7 +113,7 @@ def lead(names: list[str], num_rounds: int) -> None:
         agent.learn()
         num_steps += sum(lengths)
         mean = 0.95 * mean + 0.05 * sum(lengths) / len(lengths)
-        hpcdist.log({"train/mean_return": mean, "train/last_return": max(lengths)}, step)
+        hpcdist.log({"train/mean_return": mean, "train/best_return": max(lengths)}, step)
         if step % 20 == 0 or step == num_rounds:
             speed = num_steps / (time.perf_counter() - began)
             print(f"round {step}: mean return {mean:.1f}, {speed:.0f} environment steps/s", flush=True)

@@ -91,7 +91,7 @@ class _CellView(RunView):
 
 
 class _Launchers:
-    """Supervise the cells of a sweep on this machine.
+    """The launchers of a sweep's cells on this machine.
 
     While a cell trains, the parent of the next cell's ranks starts and imports torch. A cell has its own parent,
     because cells may differ in code, environment variables and trainer.

@@ -177,7 +177,7 @@ def _end_if_replaced(run: RunDir, parent: _Starter) -> None:
     Its shipper waits for this one, and sends again what MLflow has not confirmed.
     """
     while True:
-        with suppress(OSError):
+        with suppress(RunFolderError, OSError):
             if parent.gone and lease.holder(run) is not None:
                 log.warning("another supervisor has taken over %s: its shipper continues", run.name)
                 os._exit(1)
