@@ -123,7 +123,7 @@ class Guard:
 
 #: Time after which an upload is noted.
 NOTE_AFTER_S = 1.0
-#: Difference between the nice values of the shipper and of the ranks: the shipper uses idle processor time only.
+#: Difference between the nice values of the shipper and of the ranks, from which it takes little processor time.
 _NICER_BY = 10
 #: Highest nice value, that of the lowest priority.
 _MAX_NICE = 19
