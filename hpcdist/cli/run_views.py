@@ -695,9 +695,10 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
         state = run.read_state()
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
             with retry.retry(partial(open_regular, path), path) as file:
-                if os.fstat(file.fileno()).st_size < position:
+                size = os.fstat(file.fileno()).st_size
+                if size < position:
+                    position = size  # what is written from now on is shown, also while the reader prints the note
                     yield "\n[hpcdist: this log was shortened]\n"
-                    position = os.fstat(file.fileno()).st_size
                 file.seek(position)
                 while data := file.read(PIECE_BYTES):
                     yield decoder.decode(data)

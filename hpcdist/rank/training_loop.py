@@ -19,6 +19,9 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.step_loop import Steps
 
+#: Up to this number of ranks, the order in which gradients are added has no effect: the sum of two has only one.
+MAX_ORDER_FREE_RANKS = 2
+
 
 class Progress:
     """Steps, epochs and evaluations done so far, and the stop rules of the config, which end training.

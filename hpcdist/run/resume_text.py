@@ -1,6 +1,8 @@
 """Sentences on the step at which a resumed run continues."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from hpcdist.config.training_schema import script_name
 from hpcdist.config.written import read_stored
@@ -56,13 +58,22 @@ def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: flo
         return "everything saved"
     outcome = attempt.outcomes().get(0, {})
     ended = outcome.get("reason") or f"{script_name(script)} was ended by SIGTERM"
-    saved = "saved nothing in hpcdist.checkpoint_dir()"
     files = retry.retry(lambda: script_files(run), run.checkpoints)
-    if files:
-        newest = run.checkpoints / files[-1]
-        if newest.lstat().st_mtime >= began:
-            saved = f"saved {run.checkpoints.name}/{newest.name}"
+    newest = _newest_since(run.checkpoints, files, began)
+    saved = "saved nothing in hpcdist.checkpoint_dir()"
+    if newest:
+        saved = f"saved {run.checkpoints.name}/{newest}"
     return f"{ended} and {saved}; a resume {_start('it', files)}"
+
+
+def _newest_since(folder: Path, files: Sequence[str], began: float) -> str:
+    """Return the newest of `files` (oldest first) that still exists; empty if it is older than `began`."""
+    for name in reversed(files):
+        with suppress(FileNotFoundError):  # the script, or its user, has deleted it after the listing
+            if (folder / name).lstat().st_mtime >= began:
+                return name
+            return ""
+    return ""
 
 
 def _start(script: str, files: Sequence[str]) -> str:

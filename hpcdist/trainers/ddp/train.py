@@ -22,15 +22,20 @@ from hpcdist.config.schema import Config
 from hpcdist.data.datasets import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.data.download import prepare
 from hpcdist.rank.context import Context
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
+from hpcdist.rank.training_loop import (
+    MAX_ORDER_FREE_RANKS,
+    Meter,
+    Progress,
+    build_optimizer,
+    lr_factor,
+    set_lr,
+    settle_buckets,
+)
 from hpcdist.run.figures import MAX_CLASSES, Matrix
 from hpcdist.run.samples import MAX_RESULTS
 
 WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
 """Images, labels, and the weight of their mean loss in the gradient of an optimizer step."""
-
-#: Up to this number of ranks, the order in which gradients are added has no effect: the sum of two has only one.
-MAX_ORDER_FREE_RANKS = 2
 
 
 def train(ctx: Context, cfg: Config) -> None:

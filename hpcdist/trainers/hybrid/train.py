@@ -36,7 +36,7 @@ from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.device import collective_backend
 from hpcdist.rank.process_group import Groups, gloo_group
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
+from hpcdist.rank.training_loop import MAX_ORDER_FREE_RANKS, Meter, Progress, build_optimizer, settle_buckets
 from hpcdist.run.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, batches, identity, padded
@@ -49,8 +49,6 @@ EVAL_BATCH_SIZE = 4096
 EVAL_FRACTION = 0.1
 #: Maximum size of the tables for an export as MLflow model, since rank 0 has to hold all of them.
 EXPORT_MAX_MB = 256
-#: Up to this number of trainers, the order in which gradients are added has no effect: the sum of two has only one.
-MAX_ORDER_FREE_TRAINERS = 2
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -92,7 +90,7 @@ def train_dense_part(
     with table_client(ctx, exchange, layout, first_batches) as tables:
         steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, trainers, tables, rpc, part))
         ctx.timer.training_begins()  # the time until here counts as start-up
-        if ctx.roles.count("trainer") > MAX_ORDER_FREE_TRAINERS:  # a resumed run must add in the same order
+        if ctx.roles.count("trainer") > MAX_ORDER_FREE_RANKS:  # a resumed run must add in the same order
             num_inputs = next(part.model.parameters()).shape[1]
             example = torch.zeros(2, num_inputs, device=ctx.device)
             settle_buckets(part.model, lambda: part.model(example).sum())

@@ -461,6 +461,22 @@ def test_followed_log_continues_through_all_attempts(make: Make, monkeypatch: py
     assert "".join(run_views.stream_log(run, 0, 1, follow=True)) == "abc"
 
 
+def test_followed_log_shows_lines_that_follow_its_removal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that a rank writes while the reader prints the note."""
+    run = make(status="running", attempt=1)
+    log = run.attempt(1).log(0)
+    log.write_text("long text")
+    finished = replace(run.read_state(), status="finished")
+    Events(monkeypatch, [lambda: log.write_text("short"), lambda: run.write_state(finished)])
+    pieces = []
+    with hold(run):
+        for piece in run_views.stream_log(run, 0, None, follow=True):
+            pieces.append(piece)
+            if "shortened" in piece:
+                append(log, " next line")
+    assert "".join(pieces) == "long text\n[hpcdist: this log was shortened]\n next line"
+
+
 # --- jobs of Slurm
 
 

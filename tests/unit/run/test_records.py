@@ -264,6 +264,14 @@ def test_resume_point_names_the_step_or_file_and_lost_steps(stepped: RunDir, emp
     )
 
 
+def test_stop_of_a_script_names_the_newest_file_that_exists(empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script, or its user, may delete a file after it was listed."""
+    (empty.checkpoints / "kept.pt").touch()
+    monkeypatch.setattr(resume_text, "script_files", lambda run: ["kept.pt", "deleted.pt"])
+    text = resume_text.how_stopped(empty, empty.new_attempt(), ["train.py"], began=0.0)
+    assert "saved checkpoints/kept.pt" in text
+
+
 # --- Starts of all jobs of a run in `job.json`, completed from accounting.
 
 
