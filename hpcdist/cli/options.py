@@ -8,10 +8,10 @@ import re
 import signal
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -21,7 +21,6 @@ from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
     from hpcdist.run.folder import State
 
@@ -279,29 +278,6 @@ def console() -> Console:
     if output.is_terminal or (os.environ.get("COLUMNS") or "").isdigit():
         return output
     return Clean(width=_FILE_WIDTH)
-
-
-def print_table(
-    console: Console, head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", num_whole: int = 0
-) -> None:
-    """Print a table whose columns of numbers are aligned at the right.
-
-    Args:
-        num_whole: number of columns, from the first one, whose cells are never folded.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
-    table = Table(title=Text(title) if title else None, title_justify="left")
-    for index, name in enumerate(head):
-        are_numbers = all(not row[index] or re.match(r"[<\d]", row[index].plain) for row in cells)
-        justify: Literal["left", "right"] = "right" if are_numbers else "left"
-        # Folded and not cut: cells of a sweep differ at the end of their names.
-        table.add_column(Text(name), overflow="fold", no_wrap=index < num_whole, justify=justify)
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
 
 
 def wrapped(console: Console, text: str, indent: int) -> str:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import argument, console, named, option, print_table
+from hpcdist.cli.options import argument, console, named, option
+from hpcdist.cli.tables import print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake, duration, plural
 from hpcdist.host.files import short_path
 from hpcdist.host.image_identity import install_command

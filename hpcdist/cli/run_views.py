@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich import progress
 from rich.console import Console
@@ -23,7 +22,8 @@ from rich.markup import escape
 from rich.table import Column
 from rich.text import Text
 
-from hpcdist.cli.options import INTERRUPTED, console, exit_code, print_table, runs_dir, wrapped
+from hpcdist.cli.options import INTERRUPTED, console, exit_code, runs_dir, wrapped
+from hpcdist.cli.tables import print_table, print_without_lines
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.roles import rank_table
 from hpcdist.config.schema import Config
@@ -45,7 +45,6 @@ from hpcdist.review.facts import (
     with_speeds,
 )
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
-from hpcdist.review.verdict import judge
 from hpcdist.run import status as run_status
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.checkpoint_files import script_files
@@ -359,13 +358,8 @@ _BEAT = ("step", "total_steps", "time", "metrics", "metric_steps")
 _MIN_WIDE = 140
 
 
-def read_rows(
-    runs: Sequence[RunDir], experiment: str | None = None, sort: Literal["created", "best"] = "created"
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each run, and notes on runs that cannot be read.
-
-    The newest run is the last one, or with `sort="best"` the best one of each monitored metric.
-    """
+def read_rows(runs: Sequence[RunDir], experiment: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row for each run, the newest one last, and notes on runs that cannot be read."""
     runs = [run for run in runs if experiment in (None, run.experiment)]
     snapshots = run_status.query_jobs(runs, skip_ended=True)
     rows: list[dict[str, Any]] = []
@@ -391,41 +385,7 @@ def read_rows(
     if errors:
         notes.append(f"Slurm does not report the states of jobs ({errors[0]})")
     rows.sort(key=itemgetter("created"))
-    if sort == "best":
-        rows.sort(key=_best_order)
-        with_best = [row for row in rows if row["best_metric"]]
-        for metric, group in groupby(with_best, itemgetter("best_metric")):
-            note = _note_on_best(metric, list(group))
-            if note:
-                notes.append(note)
     return rows, notes
-
-
-def _best_order(row: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the sort key that puts the best run of each monitored metric last, and runs without one first."""
-    value = row["best"] or 0.0
-    if row["best_mode"] == "min":
-        value = -value
-    return row["best_metric"] or "", value
-
-
-def _note_on_best(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a note on how much better the best run of a metric, the last one, is than the next one.
-
-    The note is empty for a single run, and if files are damaged.
-    """
-    if len(rows) == 1:
-        return ""
-    *_, next_best, best = rows
-    best_facts = readable(lambda: read_facts(RunDir(Path(best["folder"]))))
-    next_facts = readable(lambda: read_facts(RunDir(Path(next_best["folder"]))))
-    if best_facts is None or best_facts.best is None or next_facts is None or next_facts.best is None:
-        return ""
-    verdict = judge(next_facts.measured(), best_facts.measured())
-    note = f"best run by {metric}: {best['run']}, {verdict.beside(next_best['run'])}"
-    if verdict.delta:
-        note += f", {verdict.text}"
-    return note
 
 
 def _result_of(run: RunDir) -> dict[str, Any]:
@@ -474,7 +434,7 @@ def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], ru
         if len(experiments) == 1:
             head[0] = f"run of {min(experiments)}"
             table = [[str(name).partition("/")[2], *cells] for name, *cells in table]
-        _print_narrow(console, [head, *table])
+        print_without_lines(console, [head, *table])
         reasons = []
         for row in rows:
             if row["reason"] and row["status"] != "finished":
@@ -511,23 +471,6 @@ def _cells(row: Mapping[str, Any], *, is_wide: bool, with_metric: bool, with_uni
         step = "" if row["step"] is None else str(row["step"])
         cells += [step, str(row["attempts"]), row["reason"]]
     return cells
-
-
-def _print_narrow(console: Console, rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print rows without lines between the columns; a first cell that is too wide is alone in its line."""
-    status_width, *number_widths = (max(len(row[index]) for row in rows) for index in range(1, len(rows[0])))
-    width_of_others = sum(width + 2 for width in (status_width, *number_widths))
-    longest_name = max(len(row[0]) for row in rows)
-    name_width = min(longest_name, max(0, console.width - width_of_others))
-    for name, status, *numbers in rows:
-        first = str(name).ljust(name_width)
-        if len(name) > name_width:
-            first = f"{name}\n{' ' * name_width}"
-        style = status.style if isinstance(status, Text) else ""
-        cells = [Text(first), Text(str(status).ljust(status_width), style)]
-        for number, width in zip(numbers, number_widths, strict=True):
-            cells.append(Text(str(number).rjust(width)))
-        console.print(Text("  ").join(cells), soft_wrap=True)
 
 
 def _last_part(metric: str) -> str:

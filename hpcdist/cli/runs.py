@@ -30,24 +30,35 @@ def runs(
     experiment: options.Experiment = None,
     sort: Annotated[
         Literal["created", "best"],
-        option("--sort", "COLUMN", "created: the newest run last; best: the best one by checkpoint.monitor last."),
+        option("--sort", "COLUMN", "created: all runs, the newest last; best: results of ended runs, the best first."),
     ] = "created",
     as_json: options.Json = False,
 ) -> None:
     """List runs with their best value of checkpoint.monitor, cost, start and duration, the newest last.
 
+    With --sort best: the table of results that MLflow shows above the list of runs, for all ended runs.
+
     Examples:
         hpcdist runs
         hpcdist runs --experiment digits --sort best
     """
+    from hpcdist.cli.ranked_runs import as_data, rank_runs, show_rankings
     from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
     folder = options.runs_dir()
     all_runs, note = list_runs(folder)
-    rows, notes = read_rows(all_runs, experiment, sort)
-    if note:
-        notes.append(note)
+    notes_on_all = [note] if note else []
+    if sort == "best":
+        ranked, notes = rank_runs(all_runs, experiment)
+        notes += notes_on_all
+        if as_json:
+            say(json.dumps({"results": as_data(ranked), "notes": notes}, indent=2))
+        else:
+            show_rankings(console(), ranked, notes, folder)
+        return
+    rows, notes = read_rows(all_runs, experiment)
+    notes += notes_on_all
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpcdist.cli.options import INTERRUPTED, console, print_table
+from hpcdist.cli.options import INTERRUPTED, console
+from hpcdist.cli.tables import print_table
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import short_path

@@ -428,6 +428,17 @@ def sweep_of(run: RunDir) -> SweepDir | None:
     return sweep
 
 
+def named_setting(sweep: SweepDir, values: object) -> str:
+    """Return the setting of a cell with the name of its sweep, `tune lr=0.1`; empty if the sweep has no seeds.
+
+    Args:
+        values: of the cell by swept key, as `cell.json` has them.
+    """
+    if not isinstance(values, dict) or REPETITION not in values:
+        return ""
+    return f"{sweep.name} {setting_of(values)}"
+
+
 def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
     """Record in `cell.json` that a run is a cell of a sweep."""
     write_json(run.path / "cell.json", {"sweep": sweep.name, "label": cell.label, "values": cell.values})

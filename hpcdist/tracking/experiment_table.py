@@ -6,24 +6,20 @@ Each run carries its result as the tag `hpcdist.result`, and one search finds al
 import json
 import logging
 import shlex
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import cache, partial
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError, plural
 from hpcdist.host.json_files import fill, parse_json, read_json
-from hpcdist.review.description import dataset_text
-from hpcdist.review.facts import read_facts, readable
-from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.markdown import clock, escaped, link, one_line, run_page, table, with_code
-from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND, evaluated_on, mean_text, share_error, with_error
+from hpcdist.review.facts import readable
+from hpcdist.review.ledger import cost_of
+from hpcdist.review.markdown import escaped, link, one_line, run_page, table, with_code
+from hpcdist.review.ranking import Measure, Placed, Ranking, Result, Row, measure_in, rankings, read_result
+from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
-from hpcdist.review.verdict import Measured, judge
-from hpcdist.run.config_origin import is_generated
 from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
 from hpcdist.tracking.parent_run import PARENT_TAG
@@ -35,133 +31,17 @@ RESULT_TAG = "hpcdist.result"
 MAX_RUNS = 2000
 _PAGE = 500
 #: Rows in the description of the experiment.
-_MAX_ROWS = 20
-_COLUMNS = ("Place", "Run or setting", "Value", "At step", "Seeds", "Ranks", "State", "Cost", "Started (UTC)")
+_MAX_ROWS = 10
+_COLUMNS = ("Place", "Run or setting", "Value", "Against the best", "At step", "State", "Cost", "Report")
+#: Fields of a result that MLflow has in a place of their own, see `_read`.
+_NOT_IN_TAG = ("name", "run_id", "started", "folder", "parent", "setting")
 _RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The result of an ended run: its best value, of which metric and data, and its cost."""
-
-    metric: str  #: empty without a result, as of a run that failed early: only its cost counts
-    mode: str  #: `max` or `min`
-    value: float = 0.0
-    data: str  #: of the evaluation, see `dataset_text`; empty if unknown
-    num_samples: int | None  #: of which the value is a proportion
-    ended: float  #: seconds since the epoch
-    allocated_s: float
-    unit: str
-    price_per_hour: str = ""
-    step: int = 0  #: of the value; 0 if it is not recorded, as the next two
-    ranks: int = 0
-    status: str = ""  #: with which the run ended
-    name: str = ""  #: of the run, or its setting
-    run_id: str = ""
-    started: float = 0.0
-    folder: str = ""
-    parent: str = ""  #: MLflow run of its sweep
-    setting: str = ""  #: of a sweep over seeds; empty for a run of its own
-
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """Results of the same kind are comparable."""
-        rule = "lowest is best" if self.mode == "min" else "highest is best"
-        return self.metric, self.data, rule
-
-    @property
-    def sort_value(self) -> float:
-        """The value with the sign by which the best result comes first."""
-        return self.value if self.mode == "min" else -self.value
-
-    @property
-    def price(self) -> tuple[str, float, str] | None:
-        """The price as `price_of` returns it; None without a price per hour."""
-        return price_of(self.price_per_hour, self.allocated_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A run, or a setting of a sweep with all its seeds: the best row is a setting, never a seed."""
-
-    results: tuple[Result, ...]  #: the best one first
-    measured: Measured = field(compare=False)  #: without per-sample results
-
-    @property
-    def best(self) -> Result:
-        return self.results[0]
-
-    @property
-    def short_name(self) -> str:
-        """The name without a generated part: `lr=0.1` of `lr=0.1 (ddp-20261122-121700-1a2b)`."""
-        short, _, rest = self.best.name.removesuffix(")").rpartition(" (")
-        if short and is_generated(rest):
-            return short
-        return self.best.name
-
-    @property
-    def run_id(self) -> str:
-        """The MLflow run that stands for the row: the sweep of a setting, otherwise the run itself."""
-        return self.best.parent if self.best.setting else self.best.run_id
-
-    @property
-    def order(self) -> tuple[float, float, str]:
-        """The key by which the best row comes first; means of equal values differ by the rounding of floats."""
-        mean = float(f"{self.measured.mean:.12g}")
-        return mean if self.best.mode == "min" else -mean, self.best.ended, self.best.run_id
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The value with its error and step, the number of seeds, ranks, state, cost, start of the first run."""
-        value = self.best.value
-        text = with_error(value, share_error(value, self.best.num_samples), f"{value:.6g}")
-        if len(self.results) > 1:
-            text = mean_text(self.measured.values)
-        step = _span([result.step for result in self.results])
-        seeds = str(len(self.results)) if self.best.setting else ""
-        ranks = _span([result.ranks for result in self.results])
-        started = clock(min(result.started for result in self.results)).removesuffix(" UTC")
-        return text, step, seeds, ranks, self.state, cost_of(self.results), started
-
-    @property
-    def state(self) -> str:
-        """The statuses with which the runs ended."""
-        return ", ".join(sorted({result.status for result in self.results if result.status}))
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """Return `138`, or `90 to 138` for several numbers; empty if none is recorded."""
-    known = {number for number in numbers if number}
-    if not known:
-        return ""
-    lowest, highest = min(known), max(known)
-    if lowest == highest:
-        return f"{lowest:,}"
-    return f"{lowest:,} to {highest:,}"
-
-
-Measure = Callable[[Row], Measured]
-
-
-def _measure(run: RunDir, row: Row) -> Measured:
-    """Return the values of a row, with the per-sample results of a run whose folder is beside that of `run`."""
-    if row.best.setting:
-        return row.measured
-    other = _run_beside(run, row.best)
-    if other is None:
-        return row.measured
-    facts = readable(lambda: read_facts(other))
-    if facts is None or facts.best is None:
-        return row.measured
-    if (facts.monitor, facts.best_value) != (row.best.metric, row.best.value):
-        return row.measured
-    return facts.measured()
-
-
-def _run_beside(run: RunDir, result: Result) -> RunDir | None:
-    """Return the run of a result if its folder is beside that of `run`."""
+def _folder_beside(run: RunDir, result: Result) -> RunDir | None:
+    """Return the folder of a result if it is beside that of `run`."""
     other = RunDir(run.path.parent / Path(result.folder).name)
     ids = readable(lambda: read_json(other.mlflow)) or {}
     if not result.run_id or ids.get("run_id") != result.run_id:
@@ -178,56 +58,27 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     Raises TrackingError.
     """
     with as_tracking_error():
-        result = _result_of(run, state)
-    left_out = {"started"}
+        result = read_result(run, state)
+    left_out = set(_NOT_IN_TAG)
     if not result.metric:
         left_out.add("value")
     content = {key: value for key, value in asdict(result).items() if value != "" and key not in left_out}
     opened.set_tags({RESULT_TAG: json.dumps(content)})
-    measure = cache(partial(_measure, run))
+    measure = measure_in(partial(_folder_beside, run))
     for _ in range(_MAX_WRITES):
         with translated(opened.uri):
             with_result = f"tags.`{RESULT_TAG}` LIKE '%'"
             pages = all_pages(opened.client.search_runs, [opened.experiment_id], with_result, max_results=_PAGE)
             readings = [_read(mlflow_run) for mlflow_run in islice(pages, MAX_RUNS)]
             results = [other for other in readings if other is not None]
-            rows = make_rows(results)
-            if not rows:
+            if not any(other.metric for other in results):
                 return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
-            text = describe_experiment(run.experiment, rows, results, opened.experiment_id, measure)
+            text = describe_experiment(run.experiment, results, opened.experiment_id, measure)
             new = below_text_of_user(note, text)
             if new == note:
                 return
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-
-
-def _result_of(run: RunDir, state: State) -> Result:
-    """Return the result of an ended run from its folder."""
-    facts = read_facts(run, state)
-    ledger = read_ledger(run)
-    data = evaluated_on(facts.monitor, facts.datasets)
-    without_value = Result(
-        metric="",
-        mode=facts.monitor_mode,
-        ranks=state.world_size,
-        status=state.status,
-        data="" if data is None else dataset_text(data),
-        num_samples=None,
-        ended=state.ended or 0.0,
-        allocated_s=ledger.allocated_s,
-        unit=ledger.unit,
-        price_per_hour=ledger.price_per_hour,
-    )
-    if facts.best is None:
-        return without_value
-    return replace(
-        without_value,
-        metric=facts.monitor,
-        value=facts.best_value,
-        step=facts.best.step,
-        num_samples=facts.num_evaluated,
-    )
 
 
 def _read(run: entities.Run) -> Result | None:
@@ -275,87 +126,52 @@ def _note_left_out(run_id: str, reason: str) -> None:
     log.warning("the MLflow run %s is left out of the experiment's table: %s", run_id, reason)
 
 
-def make_rows(results: Iterable[Result]) -> list[Row]:
-    """Return the runs and settings, the best of each kind first; the kind with most rows comes first.
-
-    The order depends on the results alone, so that all processes write the same description.
-    """
-    groups: dict[tuple[str, ...], list[Result]] = {}
-    for result in results:
-        if result.metric:
-            row = (result.setting, result.parent) if result.setting else (result.run_id,)
-            groups.setdefault((*row, *result.kind), []).append(result)
-    rows = []
-    for group in groups.values():
-        group.sort(key=lambda result: (result.sort_value, result.ended, result.run_id))
-        measured = Measured(values=tuple(result.value for result in group), mode=group[0].mode)
-        rows.append(Row(results=tuple(group), measured=measured))
-    counts = Counter(row.best.kind for row in rows)
-    return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
-
-
-def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    return [list(group) for _, group in groupby(rows, lambda row: row.best.kind)]
-
-
-def placed(rows: Sequence[Row]) -> list[tuple[int, Row]]:
-    """Return comparable rows, the best one first, with their places; equal values share a place."""
-    values = [row.order[0] for row in rows]
-    return [(1 + bisect_left(values, row.order[0]), row) for row in rows]
-
-
-def beside_next(rows: Sequence[Row], measure: Measure) -> str:
-    """Return `within noise of the next one (B)`: the best of comparable rows against the next one; empty without it."""
-    if len(rows) <= 1:
-        return ""
-    best, second = rows[:2]
-    return judge(measure(second), measure(best)).beside(f"the next one ({second.short_name})")
-
-
-def describe_experiment(
-    experiment: str, rows: Sequence[Row], results: Sequence[Result], experiment_id: str, measure: Measure
-) -> str:
-    """Return the best result in one line and the table in Markdown, with _MAX_ROWS rows in all."""
-    groups = _groups(rows)
-    verdicts = [beside_next(group, measure) for group in groups]
-    parts = [_headline(rows, experiment_id, verdicts[0])]
+def describe_experiment(experiment: str, results: Sequence[Result], experiment_id: str, measure: Measure) -> str:
+    """Return the best result in one line and a table for each kind of results in Markdown, with _MAX_ROWS in all."""
+    ranked = rankings(results, measure)
+    num_rows = sum(len(ranking.rows) for ranking in ranked)
+    parts = [_headline(ranked[0], num_rows, experiment_id)]
     num_left = _MAX_ROWS
-    for group, verdict in zip(groups, verdicts, strict=True):
-        shown = placed(group)[:num_left]
-        num_left -= len(shown)
-        if not shown:
+    for ranking in ranked:
+        lines = [_cells(placed, experiment_id) for placed in ranking.placed(num_left)]
+        if not lines:
             break
-        kind = [part for part in group[0].best.kind if part]
-        if verdict:
-            kind.append(f"the best: {verdict}")
-        lines = []
-        for place, row in shown:
-            name = link(row.best.name, run_page(experiment_id, row.run_id))
-            lines.append((str(place), name, *row.cells))
-        parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)]
-    sentences = [_total(results), _RULE, LEGEND]
-    if any(verdicts):
-        sentences.append(VERDICT_LEGEND)
-    parts.append(escaped("".join(f"{sentence}. " for sentence in sentences), 1000))
+        num_left -= len(lines)
+        parts += [f"**{escaped(ranking.title, 600)}**", table(_COLUMNS, lines)]
     command = f"hpcdist runs --experiment {shlex.quote(experiment)} --sort best"
-    text = f"`{command}` lists all runs, `hpcdist compare A B` compares any two; each run has a report.html."
-    num_others = len(rows) - _MAX_ROWS
-    if num_others > 0:
-        text = f"{plural(num_others, 'more result')}: {text}"
+    text = f"`{command}` lists all results, `hpcdist compare A B` compares any two."
+    if num_rows > _MAX_ROWS:
+        text = f"{plural(num_rows - _MAX_ROWS, 'more result')}: {text}"
     parts.append(with_code(text, 1000))
+    legend = "".join(f"{sentence}. " for sentence in (_total(results), _RULE, LEGEND, VERDICT_LEGEND))
+    parts.append(escaped(legend, 1000))
     return "\n\n".join(parts)
 
 
-def _headline(rows: Sequence[Row], experiment_id: str, verdict: str) -> str:
+def _cells(placed: Placed, experiment_id: str) -> list[str]:
+    """Return the cells of a row; the columns are _COLUMNS."""
+    row = placed.row
+    name = link(row.best.name, run_page(experiment_id, _run_id(row)))
+    report = link("report", run_page(experiment_id, _run_id(row), "report.html"))
+    verdict = placed.verdict_text or "the best"
+    return [str(placed.place), name, row.value_text, verdict, row.steps_text, row.state, row.cost, report]
+
+
+def _run_id(row: Row) -> str:
+    """Return the MLflow run that stands for a row: the sweep of a setting, otherwise the run itself."""
+    return row.best.parent if row.best.setting else row.best.run_id
+
+
+def _headline(ranking: Ranking, num_rows: int, experiment_id: str) -> str:
     """Return the best result, its verdict and the number of results. MLflow shows this line alone until a click."""
-    best = rows[0]
-    page = link(best.short_name, run_page(experiment_id, best.run_id))
-    words = f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {page}**"
+    best = ranking.rows[0]
+    page = link(best.short_name, run_page(experiment_id, _run_id(best)))
+    words = f"**Best {escaped(best.best.metric)}: {escaped(best.value_text)}, {page}**"
     if best.state not in ("", "finished"):
         words += f" ({escaped(best.state)})"
-    if verdict:
-        words += f", {escaped(verdict)}"
-    return f"{words} · {plural(len(rows), 'result')}"
+    if ranking.beside_next:
+        words += f", {escaped(ranking.beside_next)}"
+    return f"{words} · {plural(num_rows, 'result')}"
 
 
 def _total(results: Sequence[Result]) -> str:

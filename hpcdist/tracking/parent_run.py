@@ -3,7 +3,7 @@
 import time
 from functools import partial
 from statistics import fmean
-from typing import Any, Self
+from typing import Self
 
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import read_json
@@ -13,7 +13,7 @@ from hpcdist.review.ledger import cost_of, read_ledger, together
 from hpcdist.review.markdown import run_page
 from hpcdist.review.sweep_facts import SweepFacts, describe_sweep, read_sweep_facts, sweep_setup
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of, sweep_of, text_of
+from hpcdist.run.sweeps import SweepDir, named_setting, sweep_of, text_of
 from hpcdist.tracking.journal import MAX_TAG
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, translated
@@ -50,14 +50,8 @@ class ParentRun:
             PARENT_TAG: self._open().run_id,
             "mlflow.runName": str(cell.get("label", self._cell.name))[:MAX_RUN_NAME],
             "hpcdist.run.sweep": self._sweep.name,
-            "hpcdist.setting": self._setting(cell.get("values")),
+            "hpcdist.setting": (named_setting(self._sweep, cell.get("values")) or self._sweep.name)[:MAX_TAG],
         }
-
-    def _setting(self, values: Any) -> str:
-        """Return the setting of a cell: the name of the sweep, and the values other than the seed if it is swept."""
-        if not isinstance(values, dict) or REPETITION not in values:
-            return self._sweep.name
-        return f"{self._sweep.name} {setting_of(values)}"[:MAX_TAG]
 
     def _open(self) -> MlflowRun:
         if self._mlflow_run is None:

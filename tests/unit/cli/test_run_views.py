@@ -17,7 +17,7 @@ from command_line import Make, SetJob, job
 from report_scene import BEGAN, account, add_attempt
 from rich.console import Console
 
-from hpcdist.cli import options, run_views
+from hpcdist.cli import options, run_views, tables
 from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config
@@ -267,18 +267,19 @@ def test_table_of_runs_fits_in_80_columns(make: Make, runs_dir: Path) -> None:
         write_json(save / "manifest.json", {"step": 10, "metrics": metrics | {"eval/other": 9.0}})
     make("a-name-of-eighty-columns-" + "x" * 55, status="stopped", reason="paused")
     console = Console(file=io.StringIO(), width=80)
-    sorted_rows, notes = run_views.read_rows(find_runs(runs_dir), sort="best")
-    assert {key: sorted_rows[-1][key] for key in ("best", "best_metric", "best_step", "unit", "duration_s")} == {
+    rows, notes = run_views.read_rows(find_runs(runs_dir))
+    (three,) = (row for row in rows if row["run"] == "exp/three")
+    assert {key: three[key] for key in ("best", "best_metric", "best_step", "unit", "duration_s")} == {
         "best": 0.25, "best_metric": "eval/min", "best_step": 10, "unit": "core", "duration_s": 3601.0,
     }  # fmt: skip
-    run_views.show_runs(console, sorted_rows, notes, runs_dir)
+    run_views.show_runs(console, rows, notes, runs_dir)
     lines = rows_of(console)
-    assert [line.split()[0] for line in lines if "finished" in line] == ["none", "two", "one", "three"]
+    assert sum("finished" in line for line in lines) == 4
     assert max(len(line) for line in lines if "x" * 55 not in line) <= 80
     started = time.strftime("%m-%d %H:%M", time.localtime(BEGAN + 1))
-    assert lines[-3].split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
-    assert lines[-2].endswith("stopped: paused")
-    assert lines[-1] == "best run by eval/max: exp/one, too few seeds to tell from exp/two, +0.25"
+    (line,) = (line for line in lines if line.startswith("three"))
+    assert line.split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
+    assert lines[-1].endswith("stopped: paused")
 
 
 def test_tables_in_a_pipe_have_the_width_of_columns(
@@ -286,7 +287,7 @@ def test_tables_in_a_pipe_have_the_width_of_columns(
 ) -> None:
     for columns, width in (("", 160), ("100", 100), ("wide", 160), ("60", 60)):
         monkeypatch.setenv("COLUMNS", columns)
-        options.print_table(options.console(), ("run", "reason"), [("first", "word " * 40)])
+        tables.print_table(options.console(), ("run", "reason"), [("first", "word " * 40)])
         table = capsys.readouterr().out.splitlines()
         assert max(map(len, table)) == width
 

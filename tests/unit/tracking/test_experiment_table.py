@@ -11,9 +11,12 @@ import pytest
 import yaml
 from tracking_scene import CONFIG, Scene
 
+from hpcdist.cli.ranked_runs import rank_runs
 from hpcdist.errors import TrackingError
 from hpcdist.host.json_files import read_json, write_json
+from hpcdist.review.ranking import Result, rankings
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.lookup import find_runs
 from hpcdist.run.samples import npy
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 from hpcdist.tracking import experiment_table
@@ -61,12 +64,28 @@ def test_results_of_the_same_samples_are_paired(scene: Scene, end: End) -> None:
     note = note_of_experiment(scene)
     assert ", within noise of the next one (r3) · 3 results" in note
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
-    raw = experiment_table.Result(
-        metric="m", mode="max", value=0.15, data="", num_samples=None, ended=1, allocated_s=1, unit=""
-    )
-    rows = experiment_table.make_rows([raw, *(replace(raw, value=value, setting="s") for value in (0.1, 0.2))])
-    assert [number for number, _ in experiment_table.placed(rows)] == [1, 1], "0.15 and 0.15000000000000002"
-    assert experiment_table.beside_next(rows, lambda row: row.measured).startswith("too few seeds to tell from")
+    assert re.findall(r"\| (the best|within noise|worse)", note) == ["the best", "within noise", "worse"]
+
+
+def test_equal_means_share_a_place() -> None:
+    raw = Result(metric="m", mode="max", value=0.15, data="", num_samples=None, ended=1, allocated_s=1, unit="")
+    results = [raw, *(replace(raw, value=value, setting="s") for value in (0.1, 0.2))]
+    (ranking,) = rankings(results, lambda row: row.measured)
+    assert [placed.place for placed in ranking.placed()] == [1, 1], "0.15 and 0.15000000000000002"
+    assert ranking.beside_next.startswith("too few seeds to tell from")
+
+
+def test_command_shows_the_rows_of_the_table(scene: Scene, end: End) -> None:
+    for time, ones in ((1, 950), (2, 960), (3, 900)):
+        end(f"r{time}", ones / 1000, time, ones=ones)
+    note = note_of_experiment(scene).replace("&nbsp;", "")
+    in_mlflow = re.findall(r"\n\| (\d)\| \[(\w+)\]\(.*?\)\| ([\d. ±]+)\| (.+?)\|", note)
+    (ranking,), _ = rank_runs(find_runs(scene.run.path.parent.parent))
+    assert in_mlflow == [
+        (str(row.place), row.row.best.name, row.row.value_text, row.verdict_text or "the best")
+        for row in ranking.placed()
+    ]
+    assert len(in_mlflow) == 3
 
 
 def test_runs_with_other_data_or_metrics_have_their_own_table(scene: Scene, end: End) -> None:
@@ -98,7 +117,7 @@ def test_seeds_of_a_setting_are_one_row_with_their_mean(scene: Scene, end: End) 
     assert [one.path for one in scene.client.list_artifacts(parent)] == ["report.html"], "of the sweep"
     assert (folder / "report.html").is_file()
     note = note_of_experiment(scene).replace("&nbsp;", "")
-    assert "| 0.96 ± 0.02 s.d. (n=3)| 10| 3| | finished| " in note
+    assert re.search(r"\| 0.96 ± 0.02 s.d. \(n=3\)\| too few seeds \(-0.010*\)\| 10\| finished\| ", note), note
     assert f"[tune lr=0.1](#/experiments/{ids['experiment_id']}/runs/{parent}?" in note
 
 
@@ -115,7 +134,7 @@ def test_table_has_the_best_rows_below_text_of_the_user(
     assert text.startswith(f"ours: see the wiki\n\n{MARK}\n\n{best}")
     assert ")**, too few seeds to tell from the next one (first*) · 2 results\n" in text
     assert text.index("[&lt;b&gt;]") < text.index("[first*]")
-    assert "\n\n`hpcdist runs --experiment exp --sort best` lists all runs, `hpcdist compare A B` " in text
+    assert "\n\n`hpcdist runs --experiment exp --sort best` lists all results, `hpcdist compare A B` " in text
     end("worse", 0.9, 30.0)
     text = note_of_experiment(scene)
     assert text.count("\n| ") == 4, "a head, its rule, and two rows"
@@ -203,7 +222,7 @@ def test_failed_update_of_the_table_is_repeated_by_sync(
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk")
 
-    monkeypatch.setattr(experiment_table, "read_facts", fail)
+    monkeypatch.setattr(experiment_table, "read_result", fail)
     with pytest.raises(TrackingError, match="disk"):
         end("a", 0.9, 1.0)
     monkeypatch.undo()

@@ -1,0 +1,78 @@
+"""`hpcdist runs --sort best`: the results of ended runs, the best one first."""
+
+import io
+from pathlib import Path
+
+import pytest
+from command_line import Make, make_sweep
+from rich.console import Console
+
+from hpcdist.cli.ranked_runs import as_data, rank_runs, show_rankings
+from hpcdist.host.json_files import write_json
+from hpcdist.run.folder import RunDir
+from hpcdist.run.lookup import find_runs
+
+
+@pytest.fixture
+def make(make_bare: Make) -> Make:
+    """Return a function that makes a run with a best value; `cell` is the seed of a cell of the sweep `grid`."""
+
+    def make(name: str, value: float | None, status: str = "finished", mode: str = "max", cell: int = 0) -> RunDir:
+        run = make_bare(name, status=status, created=1.0, attempt=1)
+        run.config.write_text(f"checkpoint: {{monitor: eval/{mode}, monitor_mode: {mode}}}\n")
+        if value is not None:
+            save = run.checkpoints / "step-00000010"
+            save.mkdir()
+            write_json(save / "manifest.json", {"step": 10, "created": 2.0, "metrics": {f"eval/{mode}": value}})
+        if cell:
+            write_json(
+                run.path / "cell.json", {"sweep": "grid", "label": name, "values": {"optim.lr": 1, "seed": cell}}
+            )
+        return run
+
+    return make
+
+
+def test_best_results_come_first_for_each_metric(make: Make, runs_dir: Path) -> None:
+    for name, value in (("low", 0.5), ("high", 0.75)):
+        make(name, value)
+    make("loss", 0.25, mode="min")
+    make("live", 0.9, status="running")
+    make("broken", None, status="failed")
+    ranked, notes = rank_runs(find_runs(runs_dir))
+    shown = [(row["metric"], row["place"], row["name"]) for row in as_data(ranked)]
+    assert shown == [("eval/max", 1, "exp/high"), ("eval/max", 2, "exp/low"), ("eval/min", 1, "exp/loss")]
+    assert notes == ["1 run not ended", "1 ended run without a result"]
+    assert rank_runs(find_runs(runs_dir), "other") == ([], [])
+
+
+def test_seeds_of_a_setting_count_with_their_mean(make: Make, runs_dir: Path) -> None:
+    make_sweep(runs_dir / "exp", "a", "b")
+    make("a", 0.7, cell=1)
+    make("b", 0.9, cell=2)
+    make("single", 0.85)
+    first, second = as_data(rank_runs(find_runs(runs_dir))[0])
+    assert (first["name"], first["against_best"]) == ("exp/single", None)
+    assert (second["name"], second["text"]) == ("exp/grid lr=1", "0.8 ± 0.1 s.d. (n=2)")
+    assert second["against_best"]["word"] == "too few seeds"
+    assert [run["value"] for run in second["runs"]] == [0.9, 0.7]
+
+
+@pytest.mark.parametrize("width", [60, 140])
+def test_table_cuts_no_name(make: Make, runs_dir: Path, width: int) -> None:
+    name = "a-name-of-fifty-columns-" + "x" * 26
+    make(name, 0.5)
+    make("b", 0.25)
+    console = Console(file=io.StringIO(), width=width)
+    show_rankings(console, *rank_runs(find_runs(runs_dir)), runs_dir)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert f"exp/{name}" in text
+    assert "too few seeds (-0.25)" in text
+
+
+def test_without_results_the_folder_is_named(runs_dir: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    show_rankings(console, *rank_runs([]), runs_dir)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == f"no results under {runs_dir.absolute()}\n"
