@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 
 from hpcdist.errors import duration, few
 from hpcdist.host.retry import retry
-from hpcdist.review.charts import number
 from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.markdown import clock, text_of
+from hpcdist.review.svg import number
 from hpcdist.review.sweep_facts import SweepFacts
 from hpcdist.review.uncertainty import ends, signed
 from hpcdist.review.verdict import Verdict, judge

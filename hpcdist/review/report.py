@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML file."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -13,7 +13,7 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError, duration
 from hpcdist.host.files import read_regular, write_atomic
-from hpcdist.review import charts, description
+from hpcdist.review import charts, description, svg
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
 from hpcdist.review.facts import (
     RunFacts,
@@ -26,6 +26,7 @@ from hpcdist.review.facts import (
 )
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.markdown import text_of
+from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
 from hpcdist.review.sweep_facts import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
@@ -52,12 +53,13 @@ def environment() -> jinja2.Environment:
     templates.filters.update(
         command=redact_text,
         duration=duration,
-        number=charts.number,
+        number=svg.number,
         marked=marked_code,
         text=text_of,
     )
     templates.globals.update(
         charts=charts,
+        svg=svg,
         description=description,
         setting_of=setting_of,
         cost_of=cost_of,
@@ -95,7 +97,7 @@ def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) 
     shares = times[-1].shares.values() if times else ()
     if shares:
         total = sum(share.allocated for share in shares)
-        rows.append(("Allocated", [f"{times[-1].unit}s: {charts.number(total)}, nodes: {len(shares)}"]))
+        rows.append(("Allocated", [f"{times[-1].unit}s: {svg.number(total)}, nodes: {len(shares)}"]))
     cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
     machine = (facts.host, recorded.get("platform"), recorded.get("cpu", cores))
     rows.append(("Created on", [", ".join(filter(None, machine))]))
@@ -104,7 +106,11 @@ def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) 
 
 def write_report(run: RunDir, read: ReadSeries) -> bool:
     """Write `report.html` of a run or sweep. Returns whether its content has changed. Raises OSError."""
-    text = render_sweep(run) if isinstance(run, SweepDir) else render_report(run, read)
+    if isinstance(run, SweepDir):
+        facts = read_sweep_facts(run, run.read_state())
+        text = render_sweep(run, facts, charts_of(run, facts, read))
+    else:
+        text = render_report(run, read)
     try:
         content = text.encode()
         if read_regular(run.report, len(content)) == content:
@@ -115,17 +121,15 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     return True
 
 
-def render_sweep(sweep: SweepDir, facts: SweepFacts | None = None, *, with_links: bool = True) -> str:
+def render_sweep(sweep: SweepDir, facts: SweepFacts, drawn: Sequence[SweepChart], *, with_links: bool = True) -> str:
     """Return the report of a sweep as HTML.
 
     Args:
-        facts: of the sweep, if they are read already.
+        drawn: the charts of `charts_of`.
         with_links: link the reports of the cells that have one, with paths relative to the sweep's folder.
     """
-    if facts is None:
-        facts = read_sweep_facts(sweep, sweep.read_state())
     runs = sweep.cells()
-    spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
+    spent = _ledgers_of(runs)
     pages = {}
     if with_links:
         pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}
@@ -143,10 +147,28 @@ def render_sweep(sweep: SweepDir, facts: SweepFacts | None = None, *, with_links
         "verdicts": facts.minus_best,
         "ledger": together(spent.values()),
         "setup": sweep_setup(facts, sweep),
+        "charts_of_sweep": drawn,
         "heat_map": heat_map(facts),
         "repetition": REPETITION,
     }
     return environment().get_template("sweep.html").render(content)
+
+
+def _ledgers_of(runs: Iterable[RunDir]) -> dict[str, Ledger]:
+    """Return the ledgers of runs by name; an empty one for a run whose files cannot be read."""
+    return {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
+
+
+def charts_of(sweep: SweepDir, facts: SweepFacts, read: ReadSeries) -> list[SweepChart]:
+    """Return the charts of a sweep, without the curves of cells whose files cannot be read."""
+    runs = sweep.cells()
+    series = {run.name: readable(partial(read, run)) or {} for run in runs}
+    return sweep_charts(facts, series, _ledgers_of(runs))
+
+
+def as_image(chart: SweepChart) -> str:
+    """Return a chart as an SVG file in the style of the report."""
+    return image_of(chart.figure, environment().get_template("style.css").render())
 
 
 #: A heat map has rows and columns.

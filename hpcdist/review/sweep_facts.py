@@ -91,11 +91,16 @@ class SweepFacts:
         return settings
 
     @property
+    def ranked_settings(self) -> tuple[SettingFacts, ...]:
+        """The settings, without seeds the cells: the best one first if that is known, those without a value last."""
+        return tuple(sorted(self.by_setting.values(), key=lambda setting: self._rank(setting.mean)))
+
+    @property
     def settings(self) -> tuple[SettingFacts, ...]:
-        """The settings, the best one first; empty without seeds."""
+        """`ranked_settings` of a sweep over seeds; empty without seeds."""
         if REPETITION not in self.keys:
             return ()
-        return tuple(sorted(self.by_setting.values(), key=lambda setting: self._rank(setting.mean)))
+        return self.ranked_settings
 
     @property
     def ranked_cells(self) -> list[CellFacts]:

@@ -19,6 +19,7 @@ from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, translated
 from hpcdist.tracking.run_page import MAX_DESCRIPTION, as_tracking_error, best_metric, set_note
 from hpcdist.tracking.run_tags import MAX_RUN_NAME, MLFLOW_STATUS, fixed_tags, read_config
+from hpcdist.tracking.series import read_series
 
 PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that apply to the whole sweep.
@@ -118,11 +119,17 @@ class ParentRun:
             state = now
 
     def _upload_report(self, opened: MlflowRun, facts: SweepFacts) -> None:
-        from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing
+        """Upload the report, and its charts as images."""
+        # Other commands that import this module draw nothing.
+        from hpcdist.review.report import as_image, charts_of, render_sweep
 
         with as_tracking_error():
+            drawn = charts_of(self._sweep, facts, read_series)
             # Links to the reports of the cells would be broken in MLflow.
-            text = render_sweep(self._sweep, facts, with_links=False)
-            write_atomic(self._sweep.report, render_sweep(self._sweep, facts))
+            files = {"report.html": render_sweep(self._sweep, facts, drawn, with_links=False)}
+            for chart in drawn:
+                files[f"charts/{chart.name}.svg"] = as_image(chart)
+            write_atomic(self._sweep.report, render_sweep(self._sweep, facts, drawn))
         with translated(opened.uri):
-            opened.client.log_text(opened.run_id, text, "report.html")
+            for name, text in files.items():
+                opened.client.log_text(opened.run_id, text, name)

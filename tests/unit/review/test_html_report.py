@@ -16,6 +16,7 @@ from hpcdist.review.charts import line_chart
 from hpcdist.review.explain import explain
 from hpcdist.review.facts import Series
 from hpcdist.review.report import render_report, render_sweep, write_report
+from hpcdist.review.sweep_facts import read_sweep_facts
 from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.figures import Curves, Histogram, Matrix
 from hpcdist.run.sweeps import SweepDir
@@ -199,7 +200,7 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
     page = sweep.report.read_text()
     text = re.sub(r"(<[^>]*>|\s)+", " ", page)
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
-        "Settings", "Heat map", "Runs", "Setup of &lt;b&gt;lr=0.1 batch_size=16 seed=1", "Cost",
+        "Charts", "Settings", "Heat map", "Runs", "Setup of &lt;b&gt;lr=0.1 batch_size=16 seed=1", "Cost",
     ]  # fmt: skip
     assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
     assert " 0.5 (n=1) -0.35, too few seeds 1 " in text, "one run against two seeds"
@@ -210,12 +211,12 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
     assert re.search("&lt;b&gt;lr=0.2 batch_size=16 seed=1 [0-9.]+ core-hours failed", text)
     keys.remove("seed")
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells[1:]})
-    without_seeds = render_sweep(sweep)
+    without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state()), [])
     assert "<h2>Settings</h2>" not in without_seeds
     assert without_seeds.count("★ ") == 2, "in the heat map and in the list of runs"
     keys.remove("data.batch_size")
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells})
-    assert "Heat map" not in render_sweep(sweep)
+    assert "Heat map" not in render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state()), [])
 
 
 def test_commands_in_reasons_are_code(full: ReportScene) -> None:

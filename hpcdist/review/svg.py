@@ -1,0 +1,165 @@
+"""Parts of charts as SVG: elements, axes, legends, numbers on axes."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+# Inline SVG, without scripts: the style sheet of the page sets its colours, also for dark mode. `Markup.format` escapes
+# all texts.
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 640, 230
+LEFT = 62
+RIGHT = WIDTH - 12
+TOP = 10
+BOTTOM = HEIGHT - 36
+#: Number of colours in the style sheet (`--c0`, `--c1`, …).
+NUM_COLOURS = 12
+#: Whole numbers from here on have an exponent, because an axis has no space for more digits.
+_LARGE = 1e6
+#: A logarithmic axis of fewer powers of ten also has ticks at 2 and 5 times a power.
+_FEW_POWERS = 3
+
+
+def number(value: float) -> str:
+    """Return a number with all digits if it is whole and below a million, else with four significant digits."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < _LARGE:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return about `count` round numbers between two numbers."""
+    rough = (high - low) / count
+    if not 0 < rough < math.inf:
+        return [low]
+    power: float = 10.0 ** math.floor(math.log10(rough))
+    step = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), rough)
+    first = math.ceil(low / step)
+    last = math.floor(high / step * (1 + 1e-12))  # the quotient may be a little below a whole number
+    return [index * step for index in range(first, last + 1)]
+
+
+def powers(low: float, high: float) -> list[float]:
+    """Return round numbers between two powers of ten, given by their exponents."""
+    step = max(1, math.ceil((high - low) / 6))
+    factors = (1, 2, 5) if high - low < _FEW_POWERS else (1,)
+    numbers = []
+    for exponent in range(math.floor(low / step) * step, math.ceil(high) + 1, step):
+        for factor in factors:
+            value = factor * 10.0**exponent
+            if low <= math.log10(value) <= high:
+                numbers.append(value)
+    return numbers
+
+
+def tag(name: str, content: str = "", **attributes: object) -> Markup:
+    """Return an element.
+
+    Names of attributes have `_` instead of `-`, and end with `_` if they are a keyword of Python.
+    """
+    words = []
+    for key, value in attributes.items():
+        if isinstance(value, float):
+            value = f"{value:.1f}"
+        words.append(Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value))
+    return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(words), content)
+
+
+def rect(colour: str, title: str, x: float, y: float, width: float, height: float) -> Markup:
+    return tag("rect", tag("title", title), style=f"fill:{colour}", x=x, y=y, width=width, height=height)
+
+
+def text_at(kind: str, text: str, x: float, y: float) -> Markup:
+    return tag("text", text, class_=kind, x=x, y=y)
+
+
+def colour_of(index: int) -> str:
+    return f"var(--c{index % NUM_COLOURS})"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The coordinates of a chart: a range of values on each axis."""
+
+    x: Point  #: on a logarithmic axis the logarithms of the values, as in `y`
+    y: Point
+    is_log: bool = False  #: of the vertical axis
+    is_log_x: bool = False
+    x_names: Sequence[str] = ()  #: of the values 0, 1, 2, … of a horizontal axis without numbers
+
+    def left(self, x: float) -> float:
+        """Return the horizontal position of a value."""
+        if self.is_log_x:
+            x = math.log10(x)
+        return LEFT + share_of(x, self.x) * (RIGHT - LEFT)
+
+    def top(self, y: float) -> float:
+        """Return the vertical position of a value."""
+        if self.is_log:
+            y = math.log10(y)
+        return BOTTOM - share_of(y, self.y) * (BOTTOM - TOP)
+
+    def axes(self, x_label: str, y_label: str) -> list[Markup]:
+        """Return the grid, the numbers and the labels of both axes."""
+        y_ticks = powers(*self.y) if self.is_log else ticks(*self.y)
+        grid = "".join(f"M{LEFT} {self.top(y):.1f}H{RIGHT}" for y in y_ticks)
+        parts = [tag("path", class_="grid", d=grid)]
+        for y in y_ticks:
+            parts.append(text_at("tick", number(y), LEFT - 5, self.top(y) + 3.5))
+        for x, name in self._x_ticks():
+            parts.append(text_at("tick mid", name, self.left(x), BOTTOM + 14))
+        parts.append(tag("path", class_="axis", d=f"M{LEFT} {BOTTOM}H{RIGHT}"))
+        parts.append(text_at("label mid", x_label, (LEFT + RIGHT) / 2, HEIGHT - 6))
+        rotated = f"translate(12 {(TOP + BOTTOM) / 2:.1f}) rotate(-90)"
+        parts.append(tag("text", y_label, class_="label mid", transform=rotated))
+        return parts
+
+    def _x_ticks(self) -> list[tuple[float, str]]:
+        if self.x_names:
+            return [(float(index), name) for index, name in enumerate(self.x_names)]
+        values = powers(*self.x) if self.is_log_x else ticks(*self.x, 8)
+        return [(x, number(x)) for x in values]
+
+
+def share_of(value: float, ends: Point) -> float:
+    """Return the place of a value between two ends as a number from 0 to 1; the middle if they are equal."""
+    low, high = ends
+    if high > low:
+        return (value - low) / (high - low)
+    return 0.5
+
+
+def svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
+    """Return an image of parts.
+
+    Args:
+        height: in the unit of WIDTH. Pages scale the image; MLflow's viewer shows none without a size.
+        label: for readers who cannot see it.
+    """
+    box = f"0 0 {WIDTH} {height}"
+    content = Markup("").join(parts)
+    return tag("svg", content, width=WIDTH, height=height, viewBox=box, role="img", aria_label=label)
+
+
+def legend(colours: Mapping[str, str], dot: str = "") -> Markup:
+    """Return the names of lines with their colours.
+
+    Args:
+        colours: colour by name.
+        dot: the name of the marked point; empty without one.
+    """
+    items = [tag("span", swatch(colour) + name) for name, colour in colours.items()]
+    if dot:
+        items.append(tag("span", tag("i", class_="dot") + dot))
+    return tag("div", Markup("").join(items), class_="legend")
+
+
+def swatch(colour: str) -> Markup:
+    """Return a small square in a colour."""
+    return tag("i", style=f"background:{colour}")

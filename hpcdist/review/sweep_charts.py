@@ -1,0 +1,267 @@
+"""Charts of a sweep: its metric over the steps, against each swept key and against the cost, as SVG."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from markupsafe import Markup
+
+from hpcdist.review.facts import Series
+from hpcdist.review.ledger import Ledger
+from hpcdist.review.markdown import one_line
+from hpcdist.review.svg import HEIGHT, LEFT, RIGHT, Frame, Point, colour_of, number, rect, svg, tag, text_at
+from hpcdist.review.sweep_facts import CellFacts, SweepFacts
+from hpcdist.review.uncertainty import LARGEST_VALUE
+from hpcdist.run.sweeps import REPETITION, setting_of, text_of
+
+#: Settings with a curve and a colour of their own, the best ones first.
+MAX_SETTINGS = 8
+#: Different values of a key without numbers that fit below an axis.
+_MAX_NAMES = 12
+#: Colour of settings without one of their own.
+_OTHER_COLOUR = "var(--muted)"
+#: Share of an axis that is free on each side of the points.
+_MARGIN = 0.05
+_RADIUS = 4
+_LEGEND_COLUMNS = 2
+_LEGEND_ROW = 18
+#: Side of the coloured squares in the legend.
+_SWATCH = 11
+#: Characters of a name in the legend.
+_MAX_NAME = 44
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepChart:
+    name: str  #: of its file: `curves`, `cost`, or the swept key
+    title: str
+    figure: Markup
+
+
+def sweep_charts(
+    facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], spent: Mapping[str, Ledger]
+) -> list[SweepChart]:
+    """Return the charts of a sweep that have at least two different points.
+
+    Args:
+        series: of each cell by its name, the logged points by metric.
+        spent: the ledger of each cell by its name.
+    """
+    settings = facts.ranked_settings
+    if not facts.monitor or not settings:
+        return []
+    colours = {setting.label: colour_of(index) for index, setting in enumerate(settings[:MAX_SETTINGS])}
+    charts = []
+    figure = curves(facts, series, colours)
+    if figure:
+        charts.append(SweepChart(name="curves", title=f"{facts.monitor} over the steps", figure=figure))
+    for key in facts.keys:
+        figure = key_chart(facts, key)
+        if key != REPETITION and figure:
+            charts.append(SweepChart(name=key, title=f"{facts.monitor} against {key}", figure=figure))
+    figure = cost_chart(facts, spent, colours)
+    if figure:
+        charts.append(SweepChart(name="cost", title=f"{facts.monitor} against the cost", figure=figure))
+    return charts
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The values of a setting's seeds at one step."""
+
+    step: float
+    mean: float
+    deviation: float  #: standard deviation; 0 for a single seed
+
+
+def curves(facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], colours: Mapping[str, str]) -> Markup:
+    """Return the metric over the steps: of each setting the mean of its seeds, in a band of one standard deviation.
+
+    Args:
+        colours: of the settings to draw, by label.
+    """
+    by_setting = {label: _steps_of(facts, label, series) for label in colours}
+    drawn = {label: steps for label, steps in by_setting.items() if steps}
+    points = [
+        (at.step, edge)
+        for steps in drawn.values()
+        for at in steps
+        for edge in (at.mean - at.deviation, at.mean + at.deviation)
+    ]
+    if len({step for step, _ in points}) <= 1:
+        return Markup()
+    frame = _frame_of(points)
+    parts = frame.axes("step", facts.monitor)
+    for label, steps in drawn.items():
+        if any(at.deviation for at in steps):
+            parts.append(_band(frame, steps, colours[label]))
+    for label, steps in drawn.items():
+        parts.append(_line(frame, label, [(at.step, at.mean) for at in steps], colours[label]))
+    left_out = len(facts.ranked_settings) - len(drawn)
+    return _with_legend(parts, {label: colours[label] for label in drawn}, left_out, facts.monitor)
+
+
+def _steps_of(facts: SweepFacts, label: str, series: Mapping[str, Mapping[str, Series]]) -> list[_Step]:
+    """Return the steps at which all seeds of a setting have logged the metric."""
+    of_seeds = []
+    for cell in _cells_of(facts, label):
+        logged = series.get(cell.name, {}).get(facts.monitor)
+        if logged is not None:
+            of_seeds.append({step: value for step, value in logged.points if abs(value) <= LARGEST_VALUE})
+    if not of_seeds:
+        return []
+    common = set.intersection(*(set(points) for points in of_seeds))
+    steps = []
+    for step in sorted(common):
+        values = [points[step] for points in of_seeds]
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        steps.append(_Step(step, statistics.fmean(values), deviation))
+    return steps
+
+
+def _cells_of(facts: SweepFacts, label: str) -> list[CellFacts]:
+    return [cell for cell in facts.cells if setting_of(cell.values) == label]
+
+
+def key_chart(facts: SweepFacts, key: str) -> Markup:
+    """Return the metric against the values of a swept key; one line for each combination of the other keys.
+
+    Dots are cells; lines pass through the means of their seeds. Empty with fewer than two different values, and with
+    more names than fit below the axis.
+    """
+    values = {text_of(cell.values.get(key)): cell.values.get(key) for cell in facts.cells}
+    names: tuple[str, ...] = ()
+    places = {text: float(value) for text, value in values.items() if _is_number(value)}
+    if len(places) < len(values):
+        names = tuple(values)
+        places = {name: float(index) for index, name in enumerate(names)}
+    lines = _metric_by_place(facts, key, places)
+    points = [point for line in lines.values() for point in line]
+    if len({place for place, _ in points}) <= 1 or len(names) > _MAX_NAMES:
+        return Markup()
+    frame = _frame_of(points, is_log_x=not names and _spans_power_of_ten(places.values()), x_names=names)
+    parts = frame.axes(key, facts.monitor)
+    colours = {name: colour_of(index) for index, name in enumerate(sorted(lines)[:MAX_SETTINGS])}
+    for name, colour in colours.items():
+        parts.append(_line(frame, name or facts.monitor, _means(lines[name]), colour))
+        parts += [_dot(frame, point, colour, number(point[1])) for point in lines[name]]
+    named = {name: colour for name, colour in colours.items() if name}
+    return _with_legend(parts, named, len(lines) - len(colours), f"{facts.monitor} against {key}")
+
+
+def _metric_by_place(facts: SweepFacts, key: str, places: Mapping[str, float]) -> dict[str, list[Point]]:
+    """Return the place and the metric of each cell, by the label of its other swept keys; empty without others.
+
+    Args:
+        places: on the axis of the key, by the text of its value.
+    """
+    lines: dict[str, list[Point]] = {}
+    for cell in facts.cells:
+        if cell.metric is None or abs(cell.metric) > LARGEST_VALUE:
+            continue
+        others = {name: value for name, value in cell.values.items() if name not in (key, REPETITION)}
+        name = setting_of(others) if others else ""
+        lines.setdefault(name, []).append((places[text_of(cell.values.get(key))], cell.metric))
+    return lines
+
+
+def _means(points: Iterable[Point]) -> list[Point]:
+    """Return the mean at each place, by place."""
+    by_place: dict[float, list[float]] = {}
+    for place, value in points:
+        by_place.setdefault(place, []).append(value)
+    return [(place, statistics.fmean(values)) for place, values in sorted(by_place.items())]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def cost_chart(facts: SweepFacts, spent: Mapping[str, Ledger], colours: Mapping[str, str]) -> Markup:
+    """Return the metric of each setting against the hours of one of its cells, on average."""
+    points: dict[str, Point] = {}
+    unit = ""
+    for setting in facts.ranked_settings:
+        ledgers = [spent[cell.name] for cell in _cells_of(facts, setting.label) if cell.name in spent]
+        allocated = [ledger.allocated_s for ledger in ledgers if ledger.allocated_s]
+        if allocated and setting.mean is not None:
+            points[setting.label] = (statistics.fmean(allocated) / 3600, setting.mean)
+            unit = ledgers[0].unit
+    if len(points) <= 1:
+        return Markup()
+    label = f"{unit}-hours of a run"
+    frame = _frame_of(list(points.values()), is_log_x=_spans_power_of_ten(hours for hours, _ in points.values()))
+    parts = frame.axes(label, facts.monitor)
+    for name, point in points.items():
+        parts.append(_dot(frame, point, colours.get(name, _OTHER_COLOUR), f"{name}: {number(point[1])}"))
+    named = {name: colour for name, colour in colours.items() if name in points}
+    return _with_legend(parts, named, len(points) - len(named), f"{facts.monitor} against {label}")
+
+
+def _spans_power_of_ten(values: Iterable[float]) -> bool:
+    numbers = list(values)
+    return 0 < 10 * min(numbers) <= max(numbers)
+
+
+def _frame_of(points: Sequence[Point], *, is_log_x: bool = False, x_names: Sequence[str] = ()) -> Frame:
+    """Return a frame around all points, with a margin on each side."""
+    xs, ys = zip(*points, strict=True)
+    if is_log_x:
+        xs = tuple(map(math.log10, xs))
+    return Frame(_with_margin(xs), _with_margin(ys), is_log_x=is_log_x, x_names=x_names)
+
+
+def _with_margin(values: Sequence[float]) -> Point:
+    margin = _MARGIN * (max(values) - min(values)) or _MARGIN
+    return min(values) - margin, max(values) + margin
+
+
+def _band(frame: Frame, steps: Sequence[_Step], colour: str) -> Markup:
+    upper = [(at.step, at.mean + at.deviation) for at in steps]
+    lower = [(at.step, at.mean - at.deviation) for at in reversed(steps)]
+    return tag("polygon", style=f"fill:{colour};opacity:.18", points=_places(frame, [*upper, *lower]))
+
+
+def _line(frame: Frame, name: str, points: Sequence[Point], colour: str) -> Markup:
+    return tag("polyline", tag("title", name), class_="line", style=f"stroke:{colour}", points=_places(frame, points))
+
+
+def _places(frame: Frame, points: Iterable[Point]) -> str:
+    return " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
+
+
+def _dot(frame: Frame, point: Point, colour: str, title: str) -> Markup:
+    x, y = point
+    return tag("circle", tag("title", title), style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=_RADIUS)
+
+
+def _with_legend(parts: Sequence[Markup], colours: Mapping[str, str], num_left_out: int, label: str) -> Markup:
+    """Return the chart with the names of its lines below it, which an image file needs as well.
+
+    Args:
+        colours: by name; without names there is no legend.
+    """
+    names = dict(colours)
+    if num_left_out > 0 and names:
+        names[f"{num_left_out} more"] = _OTHER_COLOUR
+    drawn = list(parts)
+    for index, (name, colour) in enumerate(names.items()):
+        left = LEFT + (index % _LEGEND_COLUMNS) * (RIGHT - LEFT) / _LEGEND_COLUMNS
+        top = HEIGHT + (index // _LEGEND_COLUMNS) * _LEGEND_ROW
+        drawn.append(rect(colour, name, left, float(top), float(_SWATCH), float(_SWATCH)))
+        drawn.append(text_at("row", one_line(name, _MAX_NAME), left + _SWATCH + 6, top + _SWATCH - 1))
+    num_rows = math.ceil(len(names) / _LEGEND_COLUMNS)
+    return svg(HEIGHT + num_rows * _LEGEND_ROW, drawn, label)
+
+
+def image_of(figure: Markup, style: str) -> str:
+    """Return a chart as an SVG file, which needs the style sheet of the page in itself.
+
+    Args:
+        style: the content of `templates/style.css`.
+    """
+    background = f'<style>{style}</style><rect width="100%" height="100%" style="fill:var(--page)"/>'
+    head, _, content = str(figure).partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg">{background}{content}'
