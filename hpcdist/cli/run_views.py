@@ -37,6 +37,7 @@ from hpcdist.host.ownership import is_mine, stays_inside
 from hpcdist.review.explain import explain_failure, first_failed_rank
 from hpcdist.review.facts import (
     best_checkpoint,
+    end_of_traceback,
     last_beat,
     read_attempts,
     read_checkpoints,
@@ -61,8 +62,6 @@ from hpcdist.tracking.uri import link_to_run
 PLAIN_INTERVAL_S = 5.0
 #: Metrics from here on are shown as whole numbers: four digits would need an exponent.
 _MIN_WHOLE = 10_000
-#: Lines at the end of a traceback that a failure shows: the error and the innermost calls.
-_MAX_TRACEBACK = 8
 #: Colours of the statuses of runs.
 COLOURS = {
     "created": "cyan",
@@ -191,8 +190,7 @@ class RunView:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""
         self._print_last_line()
         _print_line(self._console, failure.sentence(), "bold red")
-        lines = "".join(failure.traceback).rstrip().splitlines()[-_MAX_TRACEBACK:]
-        for line in lines:
+        for line in end_of_traceback(failure.traceback):
             self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
         self._console.print(f"    full log: {escape(short_path(log))}", highlight=False, soft_wrap=True)
 

@@ -394,14 +394,17 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
 
 
 def _interruptions(facts: RunFacts) -> str:
-    """Return the numbers of killed ranks, other interruptions and lost steps, without those that are 0."""
-    interrupted = [attempt for attempt in facts.attempts if attempt.status not in ("running", "finished")]
-    num_killed = sum(attempt.failure == "killed" for attempt in interrupted)
-    num_others = len(interrupted) - num_killed
+    """Return the numbers of killed ranks, failures, other interruptions and lost steps, without those that are 0."""
+    ended_early = [attempt for attempt in facts.attempts if attempt.status not in ("running", "finished")]
+    num_killed = sum(attempt.failure == "killed" for attempt in ended_early)
+    num_bugs = sum(attempt.is_bug for attempt in ended_early)
+    num_others = len(ended_early) - num_killed - num_bugs
     num_lost = sum(attempt.steps_lost or 0 for attempt in facts.attempts)
     parts = []
     if num_killed:
         parts.append(f"{plural(num_killed, 'rank')} killed")
+    if num_bugs:
+        parts.append(plural(num_bugs, "failure"))
     if num_others:
         parts.append(plural(num_others, "interruption"))
     if num_lost:
@@ -418,6 +421,10 @@ def _sections(
     facts: RunFacts, ledger: Ledger, finding: "Finding | None", num_attempts: int, now: float
 ) -> Iterator[str]:
     yield from _first_lines(facts, ledger, finding)
+    if facts.state.status == "failed" and facts.last_traceback:
+        yield _block("\n".join(facts.last_traceback), "text")
+        logs = _artifact(facts, f"logs/attempt-{facts.attempts[-1].number:03d}")
+        yield link("logs of all ranks", logs)
     if facts.progress is not None:
         yield _progress(facts, facts.progress, now)
     elif facts.state.status == "running":

@@ -137,6 +137,12 @@ class AttemptFacts:
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
     failure: str = ""  #: kind of the first failure, see `Failure`; empty if the attempt did not fail
+    traceback: tuple[str, ...] = ()  #: lines at its end, see `end_of_traceback`
+
+    @property
+    def is_bug(self) -> bool:
+        """Whether an exception of the code has ended the attempt, and not a signal, a node or a time limit."""
+        return self.failure in _OF_CODE
 
 
 def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
@@ -219,6 +225,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
         steps_lost = lost_steps(last_step, resumed_at)
+    failure = _read(attempt.failure)
     training_began = None
     first_step = None
     if training is not None:
@@ -237,8 +244,27 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         first_step=first_step,
         last_step=last_step,
         steps_lost=steps_lost,
-        failure=_text(_read(attempt.failure).get("kind")),
+        failure=_text(failure.get("kind")),
+        traceback=end_of_traceback(map(str, failure.get("traceback") or ())),
     )
+
+
+#: Kinds of failures, see `Failure`, that are exceptions of the code that ran.
+_OF_CODE = ("error", "rejected")
+#: Lines of a traceback that show where it happened: file, code, marks, and the error.
+_MAX_TRACEBACK = 5
+#: Calls of Python that start a script.
+_STARTS_SCRIPT = '  File "<frozen runpy>"'
+
+
+def end_of_traceback(pieces: Iterable[str]) -> tuple[str, ...]:
+    """Return the last lines of a traceback: the error and the innermost calls, without those that start a script.
+
+    Args:
+        pieces: of one or more lines each, as `traceback.format_exception` returns them.
+    """
+    lines = "".join(pieces).rstrip().splitlines()[-_MAX_TRACEBACK:]
+    return tuple(line for line in lines if not line.startswith(_STARTS_SCRIPT))
 
 
 def _end_of_attempt(
@@ -369,6 +395,13 @@ class RunFacts:
         if not self.attempts:
             return ()
         return self.attempts[-1].nodes
+
+    @property
+    def last_traceback(self) -> tuple[str, ...]:
+        """The end of the traceback that ended the last attempt; empty without one."""
+        if not self.attempts:
+            return ()
+        return self.attempts[-1].traceback
 
     @property
     def is_live(self) -> bool:

@@ -103,6 +103,8 @@ def test_description_of_a_live_run() -> None:
         "\n\n```bash\nhpcdist rerun /runs/exp/first\n```",
     ):
         assert row in text
+    failed = replace(FIRST, failure="error")
+    assert " · 1 failure, 20 steps lost\n" in described(replace(FACTS, attempts=(failed, SECOND))), "a bug"
     assert "### Cost" not in text, "the ledger is empty"
     best = replace(BEST, metrics={"eval/accuracy": 356 / 364})
     data = (DatasetRecord(name="digits", split="test", num_samples=364),)

@@ -21,6 +21,7 @@ from hpcdist.review.facts import (
     AttemptFacts,
     RunFacts,
     Series,
+    end_of_traceback,
     interruptions,
     read_facts,
     thinned,
@@ -147,6 +148,13 @@ def test_interruptions_end_with_the_newest() -> None:
     assert text.startswith("…")
     assert text.endswith("; 99: rank 1 was killed; 100: rank 1 was killed")
     assert interruptions([replace(one, status="finished", cause="trained 9 steps")], 300) == ""
+
+
+def test_end_of_a_traceback_begins_in_the_users_script() -> None:
+    lines = ["Traceback (most recent call last):", '  File "<frozen runpy>", line 291, in run_path']
+    lines += ['  File "<frozen runpy>", line 88, in _run_code', '  File "train.py", line 6, in <module>', "    x[1]"]
+    assert end_of_traceback("\n".join([*lines, "KeyError: 1"])) == (*lines[3:], "KeyError: 1")
+    assert end_of_traceback([]) == ()
 
 
 def test_progress_of_a_live_run(folder: Folder) -> None:

@@ -199,10 +199,12 @@ def test_words_of_others_are_shown_as_they_are(scene: Scene, end: End) -> None:
 def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
     end("a", 0.9, 1.0)
     attempt = scene.run.new_attempt()
-    trace = ["Traceback", '  File "/home/ada/train.py", line 7, in train', "    raise ValueError"]
-    outcome = {"outcome": "failed", "error": "ValueError: no", "traceback": [f"{one}\n" for one in trace], "time": 1.0}
+    trace = ["Traceback", '  File "/home/ada/train.py", line 7, in train', "    raise ValueError", "ValueError: no"]
+    traceback = [f"{line}\n" for line in trace]
+    outcome = {"outcome": "failed", "error": "ValueError: no", "traceback": traceback, "time": 1.0}
     write_json(attempt.outcome(1), outcome | {"host": "n1", "step": 3})
-    write_json(attempt.failure, {"kind": "error", "rank": 1, "host": "n1", "step": 3, "error": "ValueError: no"})
+    failure = {"kind": "error", "rank": 1, "host": "n1", "step": 3, "error": "ValueError: no"}
+    write_json(attempt.failure, failure | {"traceback": traceback})
     scene.state(status="failed", reason="rank 1 on n1 failed with ValueError: no", ended=2.0)
     scene.shipper().ship_once()
     assert "2 ended runs, 1 of them without a result. " in note_of_experiment(scene)
@@ -211,6 +213,7 @@ def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
         f"fix /home/ada/train.py:7, then `hpcdist resume {scene.run.path} --with-current-code`\n\n"
     )
+    assert f"\n\n```text\n{''.join(traceback)}```\n\n[logs of all ranks](#/" in found
     attempt.outcome(1).write_text('{"outcome": "failed"}')
     scene.state(status="failed", attempt=1)
     scene.shipper().ship_once()  # a damaged file of a rank stops nothing
