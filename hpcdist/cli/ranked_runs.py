@@ -104,5 +104,4 @@ def show_rankings(console: Console, ranked: Sequence[Ranking], notes: Sequence[s
 def _cells(placed: Placed) -> list[str]:
     """Return the cells of a row; the columns are _COLUMNS."""
     row = placed.row
-    verdict = placed.verdict_text or "the best"
-    return [str(placed.place), _name(row), row.value_text, verdict, row.steps_text, row.state, row.cost]
+    return [str(placed.place), _name(row), row.value_text, placed.verdict_text, row.steps_text, row.state, row.cost]

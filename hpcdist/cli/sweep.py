@@ -83,8 +83,8 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
         head.append(value_title)
     print_table(console(), [*head, "reason"], rows, title=sweep.name, num_whole=1)
     if any(setting.values for setting in facts.settings):
-        settings = [(setting.label, setting.text, str(setting.num_cells)) for setting in facts.settings]
-        print_table(console(), ("setting", value_title, "cells"), settings, title="mean ± s.d. (n seeds)")
+        columns = ("setting", value_title, "against the best", "cells")
+        print_table(console(), columns, facts.setting_rows, title="mean ± s.d. (n seeds)")
     if facts.best is not None and facts.beside_next:
         kind = "setting" if facts.settings else "cell"
         say(f"best {kind}: {facts.best.label}, {facts.beside_next}")

@@ -122,7 +122,7 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
 
     If it is unknown whether higher or lower values are better, the means are not compared.
     """
-    verdicts = facts.minus_best
+    verdicts = facts.against_best
     values = []
     for setting in facts.settings:
         if setting.mean is None:

@@ -215,12 +215,10 @@ class Placed:
 
     @property
     def verdict_text(self) -> str:
-        """`worse (-0.012)`, `within noise (-0.003)`; empty for the best row, only the word for an equal value."""
+        """The verdict as text; `the best` for the best row."""
         if self.verdict is None:
-            return ""
-        if not self.verdict.delta:
-            return self.verdict.word
-        return f"{self.verdict.word} ({self.verdict.text})"
+            return "the best"
+        return self.verdict.text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def render_sweep(sweep: SweepDir, facts: SweepFacts, drawn: Sequence[SweepChart]
         "spent": spent,
         "pages": pages,
         "cost": cost,
-        "verdicts": facts.minus_best,
+        "verdicts": facts.against_best,
         "ledger": together(spent.values()),
         "setup": sweep_setup(facts, sweep),
         "charts_of_sweep": drawn,

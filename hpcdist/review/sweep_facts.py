@@ -120,7 +120,7 @@ class SweepFacts:
         return min(known, key=lambda setting: self._rank(setting.mean))
 
     @property
-    def minus_best(self) -> dict[str, Verdict]:
+    def against_best(self) -> dict[str, Verdict]:
         """The verdicts on the other settings, without seeds the cells, against the best one; empty if it is unknown."""
         best = self.best
         if best is None:
@@ -128,6 +128,17 @@ class SweepFacts:
         others = [setting for setting in self.by_setting.values() if setting.values and setting != best]
         measured = self._measured(best)
         return {setting.label: self._judge(measured, self._measured(setting)) for setting in others}
+
+    @property
+    def setting_rows(self) -> list[tuple[str, str, str, str]]:
+        """A row for each of `settings`: label, mean with deviation, verdict against the best one, number of cells."""
+        verdicts = {label: verdict.text for label, verdict in self.against_best.items()}
+        if self.best is not None and verdicts:
+            verdicts[self.best.label] = "the best"
+        rows = []
+        for setting in self.settings:
+            rows.append((setting.label, setting.text, verdicts.get(setting.label, ""), str(setting.num_cells)))
+        return rows
 
     def _judge(self, first: Measured, second: Measured) -> Verdict:
         if not _DATA_KEYS.isdisjoint(self.keys):
@@ -286,8 +297,8 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) ->
     if parts:
         yield " · ".join(parts)
     if settings and settings[0].values:
-        columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Cells")
-        yield table(columns, [(setting.label, setting.text, str(setting.num_cells)) for setting in settings[:num_kept]])
+        columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Against the best", "Cells")
+        yield table(columns, facts.setting_rows[:num_kept])
     yield _cell_table(facts, num_kept)
 
 

@@ -63,8 +63,10 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """Return the difference as `+0.003`."""
-        return signed(self.delta, self.interval)
+        """The word with the difference, as `worse (-0.012)`; only the word for equal results."""
+        if not self.delta:
+            return self.word
+        return f"{self.word} ({signed(self.delta, self.interval)})"
 
 
 def judge(first: Measured, second: Measured) -> Verdict:

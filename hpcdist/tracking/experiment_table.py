@@ -153,8 +153,7 @@ def _cells(placed: Placed, experiment_id: str) -> list[str]:
     row = placed.row
     name = link(row.best.name, run_page(experiment_id, _run_id(row)))
     report = link("report", run_page(experiment_id, _run_id(row), "report.html"))
-    verdict = placed.verdict_text or "the best"
-    return [str(placed.place), name, row.value_text, verdict, row.steps_text, row.state, row.cost, report]
+    return [str(placed.place), name, row.value_text, placed.verdict_text, row.steps_text, row.state, row.cost, report]
 
 
 def _run_id(row: Row) -> str:

@@ -203,7 +203,7 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
         "Charts", "Settings", "Heat map", "Runs", "Setup of &lt;b&gt;lr=0.1 batch_size=16 seed=1", "Cost",
     ]  # fmt: skip
     assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
-    assert " 0.5 (n=1) -0.35, too few seeds 1 " in text, "one run against two seeds"
+    assert " 0.5 (n=1) too few seeds (-0.35) 1 " in text, "one run against two seeds"
     assert '<td class="n h8">★ 0.85 ± 0.07 s.d. (n=2)</td><td class="n h0">0.5 (n=1)</td>' in page
     assert "no value" in page
     links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]

@@ -30,7 +30,7 @@ def test_seeds_have_welchs_interval() -> None:
     # Equal variances of 4 values each: 6 degrees of freedom, t = 2.447.
     found = judge(seeds(1.0, 2.0, 3.0, 4.0), seeds(4.0, 6.0, 5.0, 7.0))
     assert found.interval == pytest.approx((3 - 2.447 * 0.912871, 3 + 2.447 * 0.912871), abs=1e-4)
-    assert (found.word, found.text, found.method) == ("better", "+3.0", "4 against 4 seeds")
+    assert (found.word, found.text, found.method) == ("better", "better (+3.0)", "4 against 4 seeds")
     assert found.beside("b") == "better than b"
 
 
