@@ -17,6 +17,7 @@ from hpcdist.host import log_files
 from hpcdist.host.log_files import say
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
+from hpcdist.run.script_ranks import find_spawn
 from hpcdist.run.sweeps import Sweep, write_sweep
 from hpcdist.supervisor.local_launcher import LocalLauncher, supervise_locally
 from hpcdist.supervisor.plan import Machine, Plan, make_plan
@@ -33,7 +34,9 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     for cell in sweep.cells:
         require_torch(cell.config, os.environ, on_slurm=False)
     machine = Machine.inspect(os.environ)
-    plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
+    plans = {}
+    for cell in sweep.cells:
+        plans[cell.name] = make_plan(cell.config, machine, find_spawn(cell.config, [Path.cwd()]))
     first = sweep.cells[0]
     uri = resolve_uri(first.config, os.environ)
     choices = choose(sweep)

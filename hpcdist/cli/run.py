@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hpcdist.containers.local_container import LocalContainer
     from hpcdist.run.config_origin import Origin
     from hpcdist.run.folder import RunDir
+    from hpcdist.run.script_ranks import Spawn
     from hpcdist.supervisor.plan import Plan
 
 app = typer.Typer()
@@ -139,7 +140,8 @@ def run_here(
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
 
-    plan, uri = resolve_start(config)
+    spawn = _find_spawn(config, unfinished or like)
+    plan, uri = resolve_start(config, spawn)
     if unfinished is None:
         problems = new_run_problems(config, plan.num_ranks)
         if problems:
@@ -155,6 +157,8 @@ def run_here(
             if image_facts(os.environ):
                 advice = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)"
             say(f"no GPU is visible{advice}: training on CPUs")
+        if spawn is not None:
+            say(f"{spawn.sentence}: hpcdist starts it once")
         if origin is not None and like is None:
             warn_of_unread_keys(config, origin)
         if unfinished is not None and not dry_run:
@@ -262,15 +266,34 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
     return spec
 
 
-def resolve_start(config: Config) -> tuple[Plan, str]:
-    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot start here."""
+def _find_spawn(config: Config, run: RunDir | None) -> Spawn | None:
+    """Return the call by which the script of a config starts its own ranks, if it does.
+
+    Args:
+        run: the run whose copy of the code is used; None for the code in the current folder.
+    """
+    from hpcdist.run.script_ranks import find_spawn, find_spawn_in_copy
+
+    if not config.trainer.script:
+        return None
+    if run is None:
+        return find_spawn(config, [Path.cwd()])
+    return find_spawn_in_copy(config, run)
+
+
+def resolve_start(config: Config, spawn: Spawn | None) -> tuple[Plan, str]:
+    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot start here.
+
+    Args:
+        spawn: the call by which a script starts its own ranks, if it does.
+    """
     from hpcdist.environments.torch_check import require_torch
     from hpcdist.host.compiler import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri
 
     require_torch(config, os.environ, on_slurm=False)
-    plan = make_plan(config, Machine.inspect(os.environ))
+    plan = make_plan(config, Machine.inspect(os.environ), spawn)
     uri = resolve_uri(config, os.environ)
     if config.model.compile and not config.trainer.script:
         require_compiler(plan.device, {**os.environ, **config.launch.env})
@@ -509,7 +532,7 @@ def resume(
     if on_slurm:
         check_submission(config, flags, None, force=force)
     else:
-        start = resolve_start(config)
+        start = resolve_start(config, _find_spawn(config, None if with_current_code else folder))
     with hold(folder):
         config_change.change_config(folder, config)
         if with_current_code:
@@ -610,7 +633,7 @@ def supervise(run_dir: Path) -> int:
     run = RunDir.open(run_dir)
     require_trusted(run.path, "supervise")
     config = load_run_config(run.config, [], {**os.environ, **kept(run)})
-    plan, uri = resolve_start(config)
+    plan, uri = resolve_start(config, _find_spawn(config, run))
     return supervise_here(run, config, plan, uri, follow=True)
 
 

@@ -19,7 +19,7 @@ class LaunchConfig(ConfigSection):
     """How ranks are started, supervised and restarted."""
 
     num_ranks: int = number(0, least=0, most=MAX_PER_NODE)
-    """Ranks on this machine; 0 means one per visible GPU, or two without a GPU."""
+    """Ranks on this machine; 0: one per visible GPU, else two (one of a script, or if it starts its own ranks)."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Device of the ranks; `auto` uses GPUs of NVIDIA or AMD (`cuda`) if there are any."""
     devices: dict[str, str] = field(default_factory=dict)

@@ -30,6 +30,7 @@ from hpcdist.run.config_origin import Origin
 from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record
 from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import Held, hold
+from hpcdist.run.script_ranks import find_spawn
 from hpcdist.run.status import record_job_start
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.output import SlurmError, parse_gpus
@@ -268,6 +269,9 @@ def _create_in_job(
     config = replace(config, cluster=cluster)
     create.check_trainer(config, cwd)
     problems = exposed_secrets(config)
+    spawn = find_spawn(config, [cwd])
+    if spawn is not None:
+        problems += spawn.problems(config, cluster)
     if problems:
         raise ConfigError(*problems)
     try:

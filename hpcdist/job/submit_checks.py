@@ -27,6 +27,8 @@ from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.job import submit
 from hpcdist.job.srun import exposed_secrets, option_value, unusable_path
 from hpcdist.run import create
+from hpcdist.run.folder import RunDir
+from hpcdist.run.script_ranks import Spawn, find_spawn, find_spawn_in_copy
 from hpcdist.slurm import client
 from hpcdist.slurm.client import srun_option_error
 from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_memory_mb, parse_minutes
@@ -398,7 +400,20 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
             create.check_trainer(config, cwd)
     except ConfigError as error:
         problems += error.problems
-    return problems
+    return problems + _spawn_problems(config, cluster, cwd)
+
+
+def _spawn_problems(config: Config, cluster: ClusterConfig, cwd: Path | None) -> list[str]:
+    """Return the keys that would start a script several times that starts its own ranks. `cwd`: see above."""
+    run = RunDir(config.folder)
+    spawn: Spawn | None = None
+    if cwd is not None:
+        spawn = find_spawn(config, [cwd])
+    elif run.environment.exists():
+        spawn = find_spawn_in_copy(config, run)
+    if spawn is None:
+        return []
+    return spawn.problems(config, cluster)
 
 
 def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:

@@ -384,10 +384,14 @@ def dump_on_signal(attempt: Attempt, rank: int) -> None:
     threading.Thread(target=write_at_signals, name="flight recorder", daemon=True).start()
 
 
+#: Numbers of collectives that the flight recorders keep; 0 turns them off.
+_BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
 def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
     """Enable the flight recorders, with torch's own dumps in the attempt's folder, unless the user has set them."""
     for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),  # collectives, torch's default
+        (_BUFFER_SIZE, "2000"),  # collectives, torch's default
         (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(attempt.path / "flight-rank-")),
     ):
         if not env.keys() & set(names):
@@ -396,8 +400,29 @@ def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> 
 
 def write_records(attempt: Attempt, rank: int) -> None:
     """Write the last collectives of each process group as JSON."""
-    c10d = sys.modules.get("torch._C._distributed_c10d")
     recorders: dict[str, dict[str, Any]] = {}
+    for backend, recorded in _recorders():
+        entries = _last_entries(recorded.get("entries", []))
+        if entries:
+            recorders[backend] = {**recorded, "entries": entries}
+    write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": recorders})
+
+
+def has_joined_group(env: Mapping[str, str]) -> bool | None:
+    """Return whether this process was ever in a process group of torch.distributed, or called `init_rpc`.
+
+    None if that is unknown: torch is not imported, or its flight recorders are off.
+    """
+    groups = [recorded["pg_config"] for _, recorded in _recorders() if "pg_config" in recorded]
+    if not groups or any(env.get(name) == "0" for name in _BUFFER_SIZE):
+        return None
+    return any(groups)
+
+
+def _recorders() -> list[tuple[str, dict[str, Any]]]:
+    """Return the contents of the flight recorders of this process with the names of their backends."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    recorders: list[tuple[str, dict[str, Any]]] = []
     # NCCL has a recorder of its own, from torch 2.15 on one named "nccl2" (unless TORCH_DIST_USE_NCCL2=0).
     for backend, name, options in (
         ("gloo", "_dump_fr_trace_json", {}),
@@ -405,13 +430,10 @@ def write_records(attempt: Attempt, rank: int) -> None:
         ("nccl", "_dump_fr_trace_json", {"backend": "nccl2"}),
     ):
         try:
-            recorded = json.loads(getattr(c10d, name)(**options))
+            recorders.append((backend, json.loads(getattr(c10d, name)(**options))))
         except (AttributeError, TypeError):  # not in this torch
             continue
-        entries = _last_entries(recorded.get("entries", []))
-        if entries:
-            recorders[backend] = {**recorded, "entries": entries}
-    write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": recorders})
+    return recorders
 
 
 def _last_entries(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

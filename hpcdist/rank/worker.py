@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import resource
 import runpy
 import signal
@@ -29,6 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config, role_device
@@ -40,7 +42,7 @@ from hpcdist.host.compiler import cache_environment
 from hpcdist.host.json_files import write_json
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, FILE_TIMEOUT_S, StopFlag
-from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders
+from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders, has_joined_group
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.rank_requests import RequestReader
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
@@ -146,7 +148,8 @@ def _run_trainer_script(
         monitored_node(config, run, topology, records.journal),
     ):
         outcome.step = script.last_step
-        run_script(config.trainer.script, run, topology, Roles.of(config.roles, topology.world_size))
+        set_script_environment(config, run, topology)
+        run_script(config.trainer.script, run, topology)
     is_requested = script.stop_agreed or retry.exists(attempt.request)
     how = "ended with exit status 0"
     if script.stop_agreed:
@@ -154,7 +157,25 @@ def _run_trainer_script(
     reason = f"{config.trainer.script_name} {how}"
     if is_requested:
         return "stopped", reason
-    return "done", reason + at_step(script.last_step(), script.total_steps)
+    reason += at_step(script.last_step(), script.total_steps)
+    return "done", reason + separate_ranks(config, topology, has_joined_group(os.environ))
+
+
+def separate_ranks(config: Config, topology: Topology, has_joined: bool | None) -> str:
+    """Return the end of a sentence that says that the ranks of a script never met; empty unless that is known.
+
+    Args:
+        has_joined: see `has_joined_group`; of rank 0, without which no other rank joins a group of all.
+    """
+    if topology.world_size == 1 or has_joined is not False or config.launch.gpu_type != NVIDIA:
+        return ""  # the recorder of other GPUs is unknown here
+    once = "launch.num_ranks=1"
+    if topology.launcher == "slurm":
+        once = "cluster.nodes=1 cluster.tasks_per_node=1"
+    return (
+        f"; its {topology.world_size} ranks never connected to each other by torch.distributed: if it starts its own"
+        f" ranks, they were separate trainings, and {once} starts it once"
+    )
 
 
 def _run_trainer(
@@ -315,10 +336,16 @@ def load_trainer(target: str) -> Callable[..., None]:
 # Unmodified scripts as trainers, as torchrun starts them.
 
 
-def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[str, str]:
+#: Variables of another launcher, such as a torchrun around `hpcdist run`, that would mislead a script; torchrun itself
+#: does not set NODE_RANK.
+_OF_OTHER_LAUNCHERS = re.compile(r"TORCHELASTIC_.*|NODE_RANK")
+
+
+def script_environment(topology: Topology, run: RunDir, roles: Roles, max_restarts: int) -> dict[str, str]:
     """Return the environment variables of a script: the ones that torchrun sets, and further ones of hpcdist.
 
-    Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables, and `_start_workers` of the
+    class `torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent`
     """
     role, index = roles.of_rank(topology.rank)
     return {
@@ -335,6 +362,9 @@ def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[st
         "MASTER_PORT": str(topology.master_port),
         "TORCHELASTIC_RUN_ID": topology.job_id,
         "TORCHELASTIC_RESTART_COUNT": str(max(topology.attempt - 1, 0)),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        # Rank 0 of the script listens on MASTER_PORT; below torchrun its agent may.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "HPCDIST_RUN_DIR": str(run.path),
         "HPCDIST_CHECKPOINT_DIR": str(run.checkpoints),
         "HPCDIST_ATTEMPT": str(topology.attempt),
@@ -344,7 +374,17 @@ def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[st
     }
 
 
-def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: Roles) -> None:
+def set_script_environment(config: Config, run: RunDir, topology: Topology) -> None:
+    """Set the variables of `script_environment` in this process, and remove those of another launcher around it."""
+    roles = Roles.of(config.roles, topology.world_size)
+    for name in [*os.environ]:
+        if _OF_OTHER_LAUNCHERS.fullmatch(name) and name not in config.launch.env:
+            del os.environ[name]
+    os.environ.update(script_environment(topology, run, roles, config.launch.max_restarts))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+
+
+def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
     """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` from the code snapshot."""
     is_module = command[0] == "-m"
     if is_module:
@@ -357,7 +397,6 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
             raise TrainerError(f"trainer.script: no such file: {script}")
     if path != script and topology.rank == 0:
         log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
-    os.environ.update(script_environment(topology, run, roles))
     sys.argv = [path, *arguments]
     with exit_as_return(script):
         if is_module:  # found in the copy of the code, which is on sys.path

@@ -107,9 +107,16 @@ PATTERNS = (
     ),
     Pattern(
         "port-taken",
-        r"is not rank 0 of this attempt|does another program listen on this port|EADDRINUSE|[Aa]ddress already in use",
+        r"is not rank 0 of this attempt|does another program listen on this port|rank 0 cannot listen on",
         "another program uses rank 0's port",
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
+    ),
+    Pattern(
+        "port-of-the-code",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "the code listens on a port that another process uses, such as another rank with the same code",
+        "start a script that starts its own ranks once: launch.num_ranks=1, on Slurm cluster.nodes=1 and"
+        " cluster.tasks_per_node=1; else take the port from MASTER_PORT, which each attempt changes, not a fixed one",
     ),
     Pattern("node-failure", r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)", "a node failed: {0}", NODE_FIX),
     Pattern("time-limit", r"DUE TO TIME LIMIT", *JOB_ENDS["TIMEOUT"]),
@@ -663,7 +670,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     """
     error = str(outcome["error"])
     trace = "".join(outcome["traceback"]).splitlines()
-    lines = [error, *trace]
+    lines = [*error.splitlines(), *trace]
     match = first_match(lines)
     if match is not None:
         pattern, index = match

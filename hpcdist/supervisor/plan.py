@@ -20,9 +20,11 @@ from hpcdist.host.gpu_info import count_gpus, selected_gpus
 from hpcdist.host.machine import num_cores
 from hpcdist.rank.private_network import INTERFACE_VARIABLES
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE
+from hpcdist.run.script_ranks import Spawn
 
 #: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
+#: Ranks of a trainer; of a script there is one, as under torchrun.
 RANKS_WITHOUT_GPU = 2
 #: Sizes up to which glibc keeps blocks and free memory on ranks without a GPU. By default it returns large blocks to
 #: the kernel and faults them in again in each step, which is 1.4 times slower.
@@ -91,8 +93,19 @@ class Plan:
         return env
 
 
-def make_plan(config: Config, machine: Machine) -> Plan:
-    """Return the plan of a local run. Raises ConfigError if the machine or the roles do not fit the config."""
+def make_plan(config: Config, machine: Machine, spawn: Spawn | None = None) -> Plan:
+    """Return the plan of a local run.
+
+    Raises ConfigError if the machine or the roles do not fit the config, or if a script that starts its own ranks would
+    be started several times.
+
+    Args:
+        spawn: the call by which the script starts its own ranks, if it does.
+    """
+    if spawn is not None:
+        problems = spawn.problems(config, None)
+        if problems:
+            raise ConfigError(*problems)
     launch = config.launch
     roles = _roles_of(config)
     requested: dict[str, str]
@@ -115,7 +128,9 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         ranks = min(ranks, machine.num_gpus)
     if use_gpus:
         _check_gpus(roles, gpu_roles, ranks, machine.num_gpus)
-    num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
+    num_ranks = ranks
+    if not num_ranks:
+        num_ranks = _default_ranks(config, machine.num_gpus if use_gpus else 0, spawn)
     if num_ranks > MAX_PER_NODE:
         raise ConfigError(f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks")
     # A sum over another number of threads is rounded differently.
@@ -135,6 +150,17 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         roles=roles,
         devices=devices,
     )
+
+
+def _default_ranks(config: Config, num_gpus: int, spawn: Spawn | None) -> int:
+    """Return the number of ranks of a config that does not set it. `num_gpus`: GPUs that the ranks use."""
+    if spawn is not None:
+        return 1
+    if num_gpus:
+        return num_gpus
+    if config.trainer.script:
+        return 1
+    return RANKS_WITHOUT_GPU
 
 
 def _roles_of(config: Config) -> Roles | None:

@@ -45,8 +45,7 @@ class Failure:
             text += "failed with "
         error = self.error
         if self.kind == "error":
-            # To errors of CUDA, torch adds lines of advice.
-            error = error.partition("\n")[0]
+            error = _headline(error)
         text += error
         if self.step and self.kind in _UNREPORTED:
             text += f", last heartbeat at step {self.step}"
@@ -59,6 +58,18 @@ class Failure:
     def same_as(self, other: "Failure") -> bool:
         """Return whether the failures agree in kind, error and step."""
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
+
+
+def _headline(error: str) -> str:
+    """Return the first line of an error; to errors of CUDA, torch adds lines of advice.
+
+    A first line that ends after the type is followed by the last one: the message of `mp.spawn` is the traceback of a
+    child process.
+    """
+    first, _, rest = error.partition("\n")
+    if first.rstrip().endswith(":") and rest.strip():
+        return f"{first.rstrip()} {rest.strip().splitlines()[-1].strip()}"
+    return first
 
 
 def first_failure(

@@ -294,6 +294,31 @@ def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervise
     assert config.name.startswith("train-20")
 
 
+STARTS_RANKS = """\
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def run(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+mp.spawn(run, nprocs=2)
+"""
+
+
+def test_script_that_starts_its_own_ranks_is_started_once(hpcdist: Cli, script: Path, supervised: Seen) -> None:
+    script.write_text(STARTS_RANKS)
+    sentence = "train.py starts its own ranks (torch.multiprocessing.spawn in train.py:5)"
+    result = hpcdist("run", "name=first", "train.py")
+    assert (result.code, supervised["plan"].num_ranks) == (0, 1)
+    assert f"{sentence}: hpcdist starts it once" in result.out
+    refusal = hpcdist("run", "launch.num_ranks=2", "train.py")
+    assert (refusal.code, refusal.err.startswith(f"hpcdist: launch.num_ranks=2, but {sentence}: ")) == (2, True)
+    script.write_text("print('hello')\n")
+    refusal = hpcdist("resume", "first", "launch.num_ranks=2")
+    assert refusal.code == 2, "the run has a copy of the code"
+    assert hpcdist("run", "--like", "first", "launch.num_ranks=2").code == 2
+    result = hpcdist("resume", "first", "launch.num_ranks=2", "--with-current-code")
+    assert (result.code, supervised["plan"].num_ranks) == (0, 2)
+
+
 def test_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: Seen) -> None:
     config = script.with_name("mine.yaml")
     config.write_text("{seed: 4, experiment: mine, params: {file: x.py}}")

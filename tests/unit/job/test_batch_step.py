@@ -13,6 +13,7 @@ from hpcdist_runs import hide_torch
 from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.job import batch_step, submitit_entry
@@ -248,6 +249,16 @@ def test_job_creates_its_run_and_continues_it_after_a_requeue(
     ):
         run_in_job(named, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
     assert [run.name for run in supervised_runs] == ["ddp-job41"] * 2 + ["mine"] * 2
+
+
+def test_job_refuses_tasks_of_a_script_that_starts_its_own_ranks(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\nimport torch.multiprocessing as mp\n"
+        "def run(rank): dist.init_process_group('gloo')\nmp.spawn(run, nprocs=2)\n"
+    )
+    config = replace(config, trainer=TrainerConfig(script=[str(tmp_path / "train.py")]))
+    with pytest.raises(ConfigError, match=r"cluster\.tasks_per_node=\d, but train\.py starts its own ranks"):
+        run_in_job(config, JOB, tmp_path)
 
 
 @pytest.mark.processes

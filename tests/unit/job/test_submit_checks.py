@@ -33,6 +33,7 @@ from hpcdist.job.submit_checks import (
     rejected_flags,
     requested_partitions,
 )
+from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.output import NodeGroup, Partition
 
@@ -224,6 +225,33 @@ def test_secrets_in_batch_script_or_command_line_are_rejected(slurm: FakeCommand
     assert len(caught.value.problems) == 3
     assert slurm.calls() == []  # no program was started with the secret in its arguments
     assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)
+
+
+def test_script_that_starts_its_own_ranks_has_one_task(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist\nimport torch.multiprocessing as mp\n"
+        "def run(rank): dist.init_process_group('gloo')\nmp.spawn(run, nprocs=2)\n"
+    )
+    runs = tmp_path / "runs"
+
+    def config(**cluster: Any) -> Config:
+        trainer = TrainerConfig(script=[str(script)])
+        return Config(name="first", runs_dir=str(runs), trainer=trainer, cluster=ClusterConfig(**cluster))
+
+    check_config(config(gpus_per_node=4), tmp_path)
+    starts = "train.py starts its own ranks (torch.multiprocessing.spawn in train.py:4)"
+    with pytest.raises(ConfigError) as caught:
+        check_config(config(nodes=2, tasks_per_node=4), tmp_path)
+    nodes, tasks = caught.value.problems
+    assert nodes.startswith(f"cluster.nodes=2, but {starts}: set cluster.nodes=1, or let the script read RANK, ")
+    assert tasks.startswith(f"cluster.tasks_per_node=4, but {starts}: set cluster.tasks_per_node=1, or let ")
+    run = create_run(config(), tmp_path, launcher="slurm")
+    script.write_text("print('hello')\n")
+    check_config(config(nodes=2), tmp_path)
+    assert run.path.is_dir()
+    with pytest.raises(ConfigError, match=r"^cluster\.nodes=2, but "):
+        check_config(config(nodes=2), None)  # a resume, for which the copy of the code counts
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from launcher_env import topology_of
 
 import hpcdist
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config
@@ -22,7 +23,7 @@ from hpcdist.host.machine import cpu_name
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
-from hpcdist.rank.worker import run_script, script_environment
+from hpcdist.rank.worker import run_script, script_environment, separate_ranks, set_script_environment
 from hpcdist.run.folder import Attempt, RunDir, StopRequest
 from hpcdist.run.lease import hold
 from hpcdist.run.rank_requests import CommandResult, LiveCommand, send_command
@@ -232,25 +233,64 @@ def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None
 # --- Unmodified scripts as trainers.
 
 
+def test_ranks_that_never_met_are_not_called_one_training() -> None:
+    end = (
+        "; its 2 ranks never connected to each other by torch.distributed: if it starts its own ranks, they were"
+        " separate trainings, and {} starts it once"
+    )
+    assert separate_ranks(CONFIG, topology_of(0, 2), has_joined=False) == end.format("launch.num_ranks=1")
+    on_slurm = topology_of(0, 2, launcher="slurm")
+    once = end.format("cluster.nodes=1 cluster.tasks_per_node=1")
+    assert separate_ranks(CONFIG, on_slurm, has_joined=False) == once
+    for topology, has_joined in ((on_slurm, True), (on_slurm, None), (ALONE, False)):
+        assert separate_ranks(CONFIG, topology, has_joined) == ""
+    unknown = replace(CONFIG, launch=LaunchConfig(device="xpu"))
+    assert separate_ranks(unknown, on_slurm, has_joined=False) == ""
+
+
 def test_missing_files_and_modules_are_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(sys, "argv", [])
     for command, problem in ((["-m", "package_missing"], "no module 'package_missing'"), (["a.py"], "no such file: a")):
         with pytest.raises(TrainerError, match=rf"^trainer\.script: {problem}"):
-            run_script(command, run, ALONE, Roles.of({}, 1))
+            run_script(command, run, ALONE)
 
 
 def test_environment_has_the_variables_of_torchrun_and_the_role(tmp_path: Path) -> None:
     of_rank = topology_of(2, 4, 2, master_addr="n1", master_port=29500, launcher="slurm", job_id="7", attempt=2)
     run = RunDir(tmp_path)
     roles = {"trainer": 1, "server": 3}
-    found = script_environment(of_rank, run, Roles.of(roles, 4))
+    found = script_environment(of_rank, run, Roles.of(roles, 4), 3)
     assert found.pop("HPCDIST_ROLES") == '{"trainer": 1, "server": 3}'
     assert " ".join(f"{name}={value}" for name, value in found.items()) == (
         "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 ROLE_NAME=server"
         " ROLE_RANK=1 ROLE_WORLD_SIZE=3 MASTER_ADDR=n1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=7"
-        f" TORCHELASTIC_RESTART_COUNT=1 HPCDIST_RUN_DIR={tmp_path} HPCDIST_CHECKPOINT_DIR={run.checkpoints}"
+        " TORCHELASTIC_RESTART_COUNT=1 TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=False"
+        f" HPCDIST_RUN_DIR={tmp_path} HPCDIST_CHECKPOINT_DIR={run.checkpoints}"
         " HPCDIST_ATTEMPT=2 HPCDIST_ROLE=server HPCDIST_ROLE_INDEX=1"
     )
-    without = script_environment(of_rank, run, Roles.of({}, 4))
+    without = script_environment(of_rank, run, Roles.of({}, 4), 3)
     assert (without["HPCDIST_ROLE"], without["HPCDIST_ROLE_INDEX"]) == ("trainer", "2")
+
+
+def test_variables_of_another_launcher_do_not_reach_a_script(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/error",
+        "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+        "NODE_RANK": "5",
+        "GROUP_RANK": "5",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }
+    monkeypatch.setattr(os, "environ", {**os.environ, **inherited})
+    config = replace(CONFIG, launch=LaunchConfig(env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}))
+    set_script_environment(config, run, ALONE)
+    found = {name: os.environ.get(name) for name in inherited}
+    assert found == {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": None,
+        "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+        "NODE_RANK": None,
+        "GROUP_RANK": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }

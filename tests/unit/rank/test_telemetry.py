@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -206,6 +207,25 @@ def test_nccl_records_are_read_from_the_recorder_of_each_torch(
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**recorders))
         write_records(attempt, 0)
         assert (read_json(attempt.flight(0)) or {})["recorders"] == {"nccl": {"entries": [entry(1)]}}
+
+
+@pytest.mark.processes
+def test_process_knows_whether_it_was_ever_in_a_group(attempt: Attempt) -> None:
+    lines = [
+        "import os",
+        "from hpcdist.rank.telemetry import has_joined_group",
+        "before = has_joined_group(os.environ)",
+        "import torch.distributed as dist",
+        "imported = has_joined_group(os.environ)",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "dist.destroy_process_group()",
+        "without_recorder = has_joined_group({'TORCH_FR_BUFFER_SIZE': '0'})",
+        "print(before, imported, has_joined_group(os.environ), without_recorder)",
+    ]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    enable_flight_recorders(attempt, env)
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", "False", "True", "None"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -366,7 +366,12 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("node-failure", "rank 2 on n2 was killed by SIGKILL, last heartbeat at step 46; lost n2"),
         ("crashed", "rank 1 on n1 was killed by SIGSEGV, last heartbeat at step 3"),
         ("missing-module", "ModuleNotFoundError: No module named 'nosuch'"),
-        ("port-taken", "DistNetworkError: The server socket has failed to listen on any address. name: EADDRINUSE"),
+        (
+            "port-of-the-code",
+            "DistNetworkError: The server socket has failed to listen. name: EADDRINUSE",
+        ),
+        ("port-of-the-code", "OSError: [Errno 98] Address already in use"),
+        ("port-taken", "rank 0 cannot listen on 127.0.0.1:20480: [Errno 98] Address already in use"),
         ("port-taken", "the program at 10.0.0.1:21000 is not rank 0 of this attempt (hpcdist/7/1): timed out"),
         ("port-taken", "rank 1 could not connect to the other ranks: does another program listen on this port?"),
         ("out-of-memory", "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),

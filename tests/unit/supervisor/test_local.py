@@ -31,6 +31,7 @@ from hpcdist.run.create import check_trainer, create_run
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import hold
+from hpcdist.run.script_ranks import Spawn
 from hpcdist.run.status import end
 from hpcdist.supervisor import local_launcher
 from hpcdist.supervisor import plan as plans
@@ -329,6 +330,32 @@ def test_plan_of_ranks_device_backend_and_threads(
     num_ranks, device, backend, threads = expected
     env = {"OMP_NUM_THREADS": str(threads)} | (GPU if device != "cpu" else CPU)
     assert plan == Plan(num_ranks=num_ranks, device=device, backend=backend, threads=threads, env=env)
+
+
+SPAWN = Spawn(script="train.py", call="torch.multiprocessing.spawn", place="train.py:9")
+STARTS = "train.py starts its own ranks (torch.multiprocessing.spawn in train.py:9)"
+READ = "let the script read RANK, WORLD_SIZE and LOCAL_RANK, as under torchrun, instead of starting processes"
+
+
+def planned_script(num_gpus: int, spawn: Spawn | None = None, **sections: Any) -> Plan:
+    config = Config(trainer=TrainerConfig(script=["train.py"]), **sections)
+    return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus), spawn)
+
+
+def test_script_has_one_rank_for_each_gpu_or_one_without() -> None:
+    assert [planned_script(gpus).num_ranks for gpus in (0, 1, 4)] == [1, 1, 4]
+    assert planned_script(0, launch=LaunchConfig(num_ranks=3)).num_ranks == 3
+
+
+def test_script_that_starts_its_own_ranks_is_started_once() -> None:
+    assert [planned_script(gpus, SPAWN).num_ranks for gpus in (0, 1, 4)] == [1, 1, 1]
+    assert planned_script(4, SPAWN, launch=LaunchConfig(num_ranks=1)).num_ranks == 1
+    with pytest.raises(ConfigError) as caught:
+        planned_script(4, SPAWN, launch=LaunchConfig(num_ranks=2))
+    assert str(caught.value) == f"launch.num_ranks=2, but {STARTS}: set launch.num_ranks=1, or {READ}"
+    with pytest.raises(ConfigError) as caught:
+        planned_script(4, SPAWN, roles={"trainer": 1, "server": 1})
+    assert str(caught.value) == f"roles need a process for each rank, but {STARTS}: remove roles, or {READ}"
 
 
 def test_topology_of_a_local_rank_inside_a_slurm_job() -> None:

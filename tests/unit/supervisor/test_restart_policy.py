@@ -57,6 +57,25 @@ def test_first_failure_is_the_cause_of_the_others(
     assert values == expected
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("ValueError: nan\nadvice of torch", "ValueError: nan"),
+        ("KeyError: ", "KeyError: "),
+        # Of `mp.spawn`, whose message is the traceback of a child process.
+        (
+            "ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\nTraceback (most recent"
+            " call last):\n  File ...\nDistNetworkError: name: EADDRINUSE\n",
+            "ProcessRaisedException: DistNetworkError: name: EADDRINUSE",
+        ),
+    ],
+)
+def test_sentence_on_an_error_of_several_lines(error: str, shown: str) -> None:
+    found = first_failure({0: 1}, {0: failed(error)}, lambda rank: None, lambda rank: "n0")
+    assert found is not None
+    assert found.sentence() == f"rank 0 on n0 failed with {shown} after step 7"
+
+
 def test_exit_code_of_a_launcher_is_not_reported_as_the_ranks() -> None:
     why = "slurmstepd: error: execve(): python3: No such file or directory (srun: error: n1: task 1: Exited with 2)"
     found = first_failure({1: 2, 0: 1}, {0: peer_lost(0)}, lambda rank: 31, lambda rank: "n1", unstarted={1: why})
