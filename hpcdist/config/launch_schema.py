@@ -35,7 +35,7 @@ class LaunchConfig(ConfigSection):
     stop_grace_s: float = number(120.0, above=0)
     """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
     max_restarts: int = number(3, least=0)
-    """Maximum number of restarts from the newest checkpoint after failures."""
+    """Maximum number of restarts after failures; after an exception of the code only if something was saved."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
 

@@ -40,6 +40,7 @@ class Pattern:
     texts: str  #: a regular expression
     cause: str  #: `{0}` is replaced by the first matched group of `texts`
     fix: str
+    is_fault: bool = False  #: whether it comes from a node, device or connection, so that a restart may help
 
 
 HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the named timeout"
@@ -104,12 +105,14 @@ PATTERNS = (
         r"|uncorrectable (?:ECC|NVLink) error",
         "a GPU of the named rank is lost, or another program has it for itself",
         f"check the node (`nvidia-smi`, `dmesg | grep Xid`); {NODE_FIX}",
+        is_fault=True,
     ),
     Pattern(
         "port-taken",
         r"is not rank 0 of this attempt|does another program listen on this port|rank 0 cannot listen on",
         "another program uses rank 0's port",
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
+        is_fault=True,
     ),
     Pattern(
         "port-of-the-code",
@@ -117,8 +120,15 @@ PATTERNS = (
         "the code listens on a port that another process uses, such as another rank with the same code",
         "start a script that starts its own ranks once: launch.num_ranks=1, on Slurm cluster.nodes=1 and"
         " cluster.tasks_per_node=1; else take the port from MASTER_PORT, which each attempt changes, not a fixed one",
+        is_fault=True,
     ),
-    Pattern("node-failure", r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)", "a node failed: {0}", NODE_FIX),
+    Pattern(
+        "node-failure",
+        r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)",
+        "a node failed: {0}",
+        NODE_FIX,
+        is_fault=True,
+    ),
     Pattern("time-limit", r"DUE TO TIME LIMIT", *JOB_ENDS["TIMEOUT"]),
     Pattern(
         "preempted",
@@ -152,6 +162,7 @@ PATTERNS = (
         r"made no progress for launch\.hang_timeout_s|did not save and exit within launch\.stop_grace_s",
         "the ranks hung",
         HANG_FIX,
+        is_fault=True,
     ),
     Pattern(
         "collective-timeout",
@@ -159,18 +170,21 @@ PATTERNS = (
         r"|collective operation.* timed out|wait timeout after \d+ms",
         "a collective operation timed out: a rank did not take part",
         "inspect the missing rank: it hangs, or its code called other collectives (py-spy, NCCL_DEBUG=INFO)",
+        is_fault=True,
     ),
     Pattern(
         "unreachable",
         r"cannot reach the master at|could not connect to the other ranks at|The client socket has timed out",
         "the ranks could not connect to each other",
         "check the network between the nodes (firewall, GLOO_SOCKET_IFNAME); launch.init_timeout_s gives more time",
+        is_fault=True,
     ),
     Pattern(
         "peer-lost",
         r"Connection (?:closed|reset) by peer|Broken pipe|nccl(?:Remote|System)Error",
         "the ranks lost their connection, and none of them reported another cause",
         "see the ranks' logs, and check the network between the nodes",
+        is_fault=True,
     ),
     Pattern(
         "killed",

@@ -32,6 +32,17 @@ def resume_point(run: RunDir, before: Attempt, script: Sequence[str] = ()) -> st
     return f"{place}, {num_lost} steps lost ({newest + 1} to {newest + num_lost})"
 
 
+def nothing_saved(run: RunDir, script: Sequence[str]) -> str:
+    """Return a clause that says that a restart would begin at zero; empty if the run has saved something."""
+    if script:
+        if script_files(run):
+            return ""
+        return f"{script_name(script)} has saved nothing in hpcdist.checkpoint_dir()"
+    if newest_step(run) is not None:
+        return ""
+    return "there is no checkpoint (checkpoint.every_steps)"
+
+
 def script_of(run: RunDir) -> str:
     """Return the name of the run's plain script; empty if the run has a trainer, or its config cannot be read."""
     try:

@@ -71,6 +71,8 @@ class AttemptFacts:
     failed_before: str  #: the reason with which the attempt before failed, perhaps in an earlier start of the job
     max_restarts: int
     check_nodes: Callable[[Failure], NodeFindings]
+    nothing_saved: Callable[[], str]  #: why a restart would begin at zero; empty if something is saved
+    may_be_node: Callable[[], bool]  #: whether the node of the failure may be its cause, and a restart costs little
     full_disk: str  #: path of the run folder, if its disk has no space for a restart
     job_restarts: int | None  #: how often Slurm has restarted the job; None without a job
     is_requeued: Callable[[], bool]  #: whether Slurm has requeued the job since this start of it
@@ -120,6 +122,11 @@ def decide(facts: AttemptFacts) -> Ending:
         if facts.max_restarts > 0:
             reason = f"{reason}; all launch.max_restarts={facts.max_restarts} restarts are used up"
         return Ending(kind="failed", reason=reason)
+    if outcome.is_of_code:
+        nothing_saved = facts.nothing_saved()
+        if nothing_saved and not facts.may_be_node():
+            # The code would probably fail again, after as many hours.
+            return Ending(kind="failed", reason=f"{reason}; no restart from the beginning, since {nothing_saved}")
     if facts.full_disk:
         return Ending(kind="failed", reason=f"{reason}; no restart, since the disk of {facts.full_disk} is full")
     return Ending(kind="restart", reason=reason)

@@ -32,6 +32,12 @@ class Failure:
     role: str = ""  #: `role:index` of the rank, in runs with roles
     only_there: bool = True  #: no rank on another host reported its own failure
     detail: str = ""  #: further findings, which do not count when failures are compared
+    is_fault: bool = False  #: whether an exception comes from a node, device or connection
+
+    @property
+    def is_of_code(self) -> bool:
+        """Whether the user's code raised an exception by itself. Errors of hpcdist have no traceback."""
+        return self.kind == "error" and bool(self.traceback) and not self.is_fault
 
     def sentence(self) -> str:
         """Return such as `rank 3 on n2 failed with ValueError: … after step 40`."""
@@ -152,14 +158,27 @@ def _reported_failure(rank: int, outcome: Mapping[str, Any]) -> Failure:
     elif outcome.get("interrupted"):
         # Slurm's signal ahead of the time limit ended the start of the rank's container.
         kind = "interrupted"
+    error = str(outcome["error"])
     return Failure(
         kind=kind,
         rank=rank,
         host=str(outcome["host"]),
         step=outcome["step"],
-        error=str(outcome["error"]),
+        error=error,
         traceback=tuple(outcome["traceback"]),
+        is_fault=bool(outcome["peer_lost"]) or _is_known_fault(error),
     )
+
+
+def _is_known_fault(error: str) -> bool:
+    """Return whether the text of an error is that of a fault of a node, device or connection."""
+    from hpcdist.review.explain import first_match  # only failures need its many imports
+
+    match = first_match(error.splitlines())
+    if match is None:
+        return False
+    pattern, _ = match
+    return pattern.is_fault
 
 
 def _unreported_end(code: int, memory_limit: int | None) -> tuple[Kind, str]:

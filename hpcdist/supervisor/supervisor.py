@@ -23,7 +23,7 @@ from hpcdist.run import attempt_times
 from hpcdist.run.attempt_times import AttemptTimes, read_times, write_times
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.run.reached_steps import reached_step
-from hpcdist.run.resume_text import how_stopped, resume_point
+from hpcdist.run.resume_text import how_stopped, nothing_saved, resume_point
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
@@ -37,6 +37,8 @@ from hpcdist.supervisor.watch import Allocation, Watch
 ROOM_FOR_RESTART_BYTES = 2**20
 #: Time before the end of an allocation that is reserved for the last write of the state.
 LAST_WRITE_S = 10.0
+#: An attempt without a checkpoint that was shorter is repeated to find out whether a node has caused its exception.
+SHORT_ATTEMPT_S = 600.0
 
 
 class Job(Protocol):
@@ -351,10 +353,22 @@ class Supervisor:
             failed_before=self._failed_before(attempt),
             max_restarts=self.config.launch.max_restarts,
             check_nodes=lambda failure: self._check_nodes(attempt, failure),
+            nothing_saved=lambda: nothing_saved(self.folder, self.config.trainer.script),
+            may_be_node=lambda: self._may_be_node(outcome),
             full_disk=full_disk,
             job_restarts=self.job.restart_count if self.job is not None else None,
             is_requeued=lambda: self.job is not None and self.job.is_requeued(),
         )
+
+    def _may_be_node(self, outcome: Outcome) -> bool:
+        """Return whether a node may have caused a failure: it has others beside it, and so far it alone has failed.
+
+        A second failure on the same node then shows it (`restart_policy.suspect`). Only a short attempt is repeated.
+        """
+        if not isinstance(outcome, Failure) or not outcome.only_there or len(self.launcher.resources.nodes) == 1:
+            return False
+        assert self._times.ended is not None, "the attempt has ended"
+        return self._times.ended - self._times.began < SHORT_ATTEMPT_S
 
     def _failed_before(self, attempt: Attempt) -> str:
         """Return the reason of the attempt before, which an earlier start of the job may have recorded."""

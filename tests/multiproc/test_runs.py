@@ -136,7 +136,7 @@ OF_BOTH_RANKS = [f"{name}-{rank}" for name in ("atexit", "buffer", "thread") for
 @pytest.mark.parametrize("kind", ["script", "trainer"])
 def test_ranks_end_as_python_ends_a_script(runs: Runs, tmp_path: Path, kind: str) -> None:
     name = f"{kind}-end"
-    trainer = [f"trainer.script=[ending.py,{tmp_path}]"]
+    trainer = [f"trainer.script=[ending.py,{tmp_path}]", "launch.num_ranks=2"]
     if kind == "trainer":  # in ranks that a parent forks
         trainer = ["trainer=ending:train", f"params.folder={tmp_path}"]
     code, output = runs.command("run", *runs.config(name, *trainer), **runs.unshipped)
@@ -152,7 +152,7 @@ def test_ranks_end_as_python_ends_a_script(runs: Runs, tmp_path: Path, kind: str
 
 def test_failed_script_does_not_wait_for_an_endless_thread(runs: Runs, tmp_path: Path) -> None:
     name = "script-fails"
-    words = [f"trainer.script=[ending.py,{tmp_path},1]", "launch.max_restarts=0"]
+    words = [f"trainer.script=[ending.py,{tmp_path},1]", "launch.num_ranks=2", "launch.max_restarts=0"]
     code, output = runs.command("run", *runs.config(name, *words), **runs.unshipped)
     assert code == 1, output
     assert "failed with ValueError: a mistake" in output.splitlines()[-1]

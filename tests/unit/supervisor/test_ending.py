@@ -21,6 +21,10 @@ UNFIT = Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: 
 REJECTED = failure("rejected", "no GPU", None)
 INTERRUPTED = failure("interrupted", "pyxis could not start the container")
 SAVED = "everything saved"
+#: An exception of the user's code.
+RAISED = replace(failure(), traceback=("Traceback", "nan"))
+FAULT = replace(RAISED, is_fault=True)
+NONE_SAVED: dict[str, Any] = {"nothing_saved": "there is no checkpoint", "may_be_node": False}
 
 #: Restarts of a job, by Slurm or by its supervisor.
 FIRST, LAST = 0, MAX_REQUEUES
@@ -45,6 +49,8 @@ def facts(
     earlier: tuple[Failure, ...] = (),
     failed_before: str = "",
     max_restarts: int = 9,
+    nothing_saved: str | None = None,
+    may_be_node: bool | None = None,
     full_disk: str = "",
 ) -> AttemptFacts:
     """Return facts; an answer that the test does not give must not be asked for."""
@@ -56,6 +62,8 @@ def facts(
         failed_before=failed_before,
         max_restarts=max_restarts,
         check_nodes=is_not_asked if nodes is None else lambda _: nodes,
+        nothing_saved=is_not_asked if nothing_saved is None else lambda: nothing_saved,
+        may_be_node=is_not_asked if may_be_node is None else lambda: may_be_node,
         full_disk=full_disk,
         job_restarts=job,
         is_requeued=is_not_asked if requeued is None else lambda: requeued,
@@ -110,6 +118,17 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
          f"{FAILED}, twice in a row: another restart would not help"),
         (facts(failure(), nodes=FIT, earlier=(failure(step=6),)), "restart", FAILED),
         (facts(failure(), nodes=FIT, earlier=(failure(), OTHER)), "restart", FAILED),
+        # An exception of the code: a restart continues from what is saved, and does not repeat everything.
+        (facts(RAISED, nodes=FIT, nothing_saved=""), "restart", FAILED),
+        (facts(RAISED, nodes=FIT, **NONE_SAVED), "failed",
+         f"{FAILED}; no restart from the beginning, since there is no checkpoint"),
+        (facts(RAISED, nodes=FIT, job=FIRST, **NONE_SAVED, earlier=(OTHER,)), "failed",
+         f"{FAILED}; no restart from the beginning, since there is no checkpoint"),
+        (facts(RAISED, nodes=FIT, job=FIRST, nothing_saved="no", may_be_node=True), "restart", FAILED),
+        (facts(RAISED, nodes=LOST, job=FIRST), "requeue", f"{FAILED}; lost n2"),
+        (facts(FAULT, nodes=FIT), "restart", FAILED),
+        (facts(failure("killed"), nodes=FIT), "restart", failure("killed").sentence()),
+        (facts(failure("hung"), nodes=FIT), "restart", failure("hung").sentence()),
         # A user error.
         (facts(REJECTED, job=FIRST), "failed", "rank 1 on n1 failed with no GPU"),
         # Nodes that failed the preflight check.

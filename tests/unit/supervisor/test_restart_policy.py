@@ -76,6 +76,25 @@ def test_sentence_on_an_error_of_several_lines(error: str, shown: str) -> None:
     assert found.sentence() == f"rank 0 on n0 failed with {shown} after step 7"
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_of_code"),
+    [
+        ({}, True),
+        ({"error": "CUDA out of memory"}, True),
+        ({"traceback": []}, False),  # an error of hpcdist
+        ({"peer_lost": True}, False),
+        ({"outcome": "rejected"}, False),
+        ({"error": "RuntimeError: [/gloo] Timed out waiting 3000ms for recv operation to complete"}, False),
+        ({"error": "AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"}, False),
+        ({"error": "DistNetworkError: name: EADDRINUSE"}, False),  # each attempt has another MASTER_PORT
+    ],
+)
+def test_exception_of_the_code_is_no_fault_of_node_or_network(changes: dict[str, Any], is_of_code: bool) -> None:
+    found = first_failure({0: 1}, {0: failed(**changes)}, lambda rank: None, lambda rank: "n0")
+    assert found is not None
+    assert found.is_of_code is is_of_code
+
+
 def test_exit_code_of_a_launcher_is_not_reported_as_the_ranks() -> None:
     why = "slurmstepd: error: execve(): python3: No such file or directory (srun: error: n1: task 1: Exited with 2)"
     found = first_failure({1: 2, 0: 1}, {0: peer_lost(0)}, lambda rank: 31, lambda rank: "n1", unstarted={1: why})

@@ -16,8 +16,10 @@ from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
 from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError
-from hpcdist.run.attempt_times import read_times
+from hpcdist.run.attempt_times import NodeShare, Resources, read_times
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, StopRequest, identity
+from hpcdist.supervisor import supervisor as supervisor_module
+from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
 
@@ -45,6 +47,7 @@ def alive(scene: Scene) -> Iterator[NamedPipe]:
 
 
 def test_attempt_after_a_failed_rank_finishes(scene: Scene, alive: NamedPipe) -> None:
+    add_checkpoint(scene, 3)
     scene.script(
         first=[
             [["grandchild", None], ["touch", "up"], *STUBBORN],
@@ -58,9 +61,50 @@ def test_attempt_after_a_failed_rank_finishes(scene: Scene, alive: NamedPipe) ->
     assert failure.sentence() == "rank 1 on fakehost failed with ValueError: nan after step 5"
     assert failure.traceback == ("Traceback\n", "nan\n")
     assert log == scene.run.attempt(1).log(1)
-    resumed = "starting at step 0, since there is no checkpoint, 5 steps lost (1 to 5)"
-    assert scene.report.notes == ["restart 1 of 3", resumed]
+    assert scene.report.notes == ["restart 1 of 3", "resuming at step 3, 2 steps lost (4 to 5)"]
     assert alive.is_released(10), "a grandchild of the first attempt is alive"
+
+
+def add_checkpoint(scene: Scene, step: int) -> None:
+    checkpoint = scene.run.checkpoints / f"step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+
+
+RAISED = "rank 0 on fakehost failed with ValueError: nan after step 5"
+
+
+@pytest.mark.parametrize("is_script", [False, True])
+def test_exception_of_code_that_saved_nothing_ends_the_run(scene: Scene, is_script: bool) -> None:
+    nothing_saved = "there is no checkpoint (checkpoint.every_steps)"
+    if is_script:
+        scene.trainer = {"script": ["train.py"]}
+        nothing_saved = "train.py has saved nothing in hpcdist.checkpoint_dir()"
+        add_checkpoint(scene, 3)  # not one of a script
+    scene.script(first=[fails("ValueError: nan", traceback=["Traceback\n"]), EXIT_0])
+    state = scene.supervise()
+    assert (state.status, state.attempt) == ("failed", 1)
+    assert state.reason == f"{RAISED}; no restart from the beginning, since {nothing_saved}"
+
+
+def test_script_that_saved_is_restarted_after_its_exception(scene: Scene) -> None:
+    scene.trainer = {"script": ["train.py"]}
+    scene.run.checkpoints.mkdir(exist_ok=True)
+    (scene.run.checkpoints / "model.pt").touch()
+    scene.script(first=[fails("ValueError: nan", traceback=["Traceback\n"]), EXIT_0], second=[[*DONE], EXIT_0])
+    assert scene.supervise().status == "finished"
+
+
+@pytest.mark.parametrize(("longest_s", "status"), [(600.0, "finished"), (0.0, "failed")])
+def test_short_attempt_is_repeated_where_a_node_may_be_the_cause(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, longest_s: float, status: str
+) -> None:
+    share = NodeShare(allocated=1, share=1, ranks=[0])
+    two_nodes = Resources(unit="core", nodes={"n1": share, "n2": share})
+    monkeypatch.setattr(LocalLauncher, "resources", two_nodes)
+    monkeypatch.setattr(supervisor_module, "SHORT_ATTEMPT_S", longest_s)
+    scene.script(first=[fails("ValueError: nan", traceback=["Traceback\n"]), EXIT_0], second=[[*DONE], EXIT_0])
+    assert scene.supervise().status == status
 
 
 def test_first_failure_is_the_reason_and_names_the_role(scene: Scene) -> None:
