@@ -12,6 +12,8 @@ GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 NVIDIA = "cuda"
 #: Default of `hang_timeout_s`.
 _HANG_TIMEOUT_S = 1800.0
+#: Default of `idle_timeout_s` in a job, whose nodes others could use.
+_IDLE_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class LaunchConfig(ConfigSection):
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = number(None, above=0)
     """Time without progress after which a hung run is ended; null: 1800 for trainers, scripts are only warned about."""
+    idle_timeout_s: float | None = number(None, least=0)
+    """Time without step, output, CPU or GPU use that stops a run; null: 3600 in jobs, else never; 0: never."""
     stop_grace_s: float = number(120.0, above=0)
     """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
     max_restarts: int = number(3, least=0)
@@ -45,6 +49,12 @@ class LaunchConfig(ConfigSection):
         if self.hang_timeout_s is None:
             return _HANG_TIMEOUT_S
         return self.hang_timeout_s
+
+    def idle_s(self, *, in_job: bool) -> float | None:
+        """Return `idle_timeout_s`, or its default; None if idle runs are not stopped."""
+        if self.idle_timeout_s is None:
+            return _IDLE_TIMEOUT_S if in_job else None
+        return self.idle_timeout_s or None
 
     @property
     def gpu_type(self) -> str:

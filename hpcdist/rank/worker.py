@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import multiprocessing
 import os
 import re
 import resource
@@ -575,6 +576,9 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
     if running:
         log.warning("%s: not ended within %g s, and cut off", ", ".join(map(_name, running)), limit_s)
     _within(max(ATEXIT_S, until - time.monotonic()), atexit._run_exitfuncs)
+    children = [f"{child.name} ({child.pid})" for child in multiprocessing.active_children()]
+    if children:
+        log.warning("child processes %s: not ended, and killed", ", ".join(children))
     _within(ATEXIT_S, _flush_files)
     stuck.cancel()
     exit_now(conclude())

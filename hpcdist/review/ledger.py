@@ -30,7 +30,7 @@ MEANINGS: dict[Cause, str] = {
     "redone": "steps that were lost and done again, without the first one of an attempt, which is `compile`",
     "discarded": "steps after the newest checkpoint that are not done again",
     "finish": "after the last step: last save, export of the model, end of ranks and job",
-    "idle": "GPUs or cores without a rank, ranks without steps",
+    "idle": "GPUs or cores without a rank, ranks without steps, ranks that did nothing (launch.idle_timeout_s)",
     "down": "no running ranks after a failure",
     "unknown": "attempts in which a script has reported no step",
 }
@@ -115,7 +115,7 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
     began, ended = timed.began, timed.ended
     after = _cause_after(timed, account)
     if account is None:
-        return {after: ended - began}
+        return _with_idle_end(timed, {after: ended - began}, after)
     # Clocks of nodes differ, and an account must not contain more time than the attempt.
     first = min(max(account.began, began), ended)
     last = min(max(account.until, first), ended)
@@ -136,6 +136,24 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
             _add(sums, cause, -lost_s)
             _add(sums, "discarded", lost_s)
     _add(sums, after, ended - end_of_steps)
+    return _with_idle_end(timed, sums, after)
+
+
+def _with_idle_end(timed: TimedAttempt, sums: dict[Cause, float], after: Cause) -> dict[Cause, float]:
+    """Return the seconds of a rank with those since `idle_since` as `idle`.
+
+    They are taken from the cause of the time after the last account, and then from the largest cause, because a rank
+    counts the time without steps as part of its next step.
+    """
+    if timed.times.idle_since is None:
+        return sums
+    left_s = min(max(timed.ended - timed.times.idle_since, 0.0), timed.ended - timed.began)
+    others = sorted((cause for cause in sums if cause != after), key=lambda cause: -sums[cause])
+    for cause in (after, *others):
+        moved_s = min(left_s, sums.get(cause, 0.0))
+        left_s -= moved_s
+        _add(sums, cause, -moved_s)
+        _add(sums, "idle", moved_s)
     return sums
 
 

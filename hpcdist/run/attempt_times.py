@@ -56,6 +56,7 @@ class AttemptTimes:
     unit: Literal["GPU", "core"] = "core"
     nodes: dict[str, Any] = field(default_factory=dict)  #: see `shares`
     idle: list[str] = field(default_factory=list)  #: nodes of the allocation without ranks
+    idle_since: float | None = None  #: when the ranks began to do nothing, if they were stopped for it
 
     @property
     def shares(self) -> dict[str, NodeShare]:

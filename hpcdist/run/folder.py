@@ -72,13 +72,15 @@ from hpcdist.host.ownership import make_private, require_safe, write_private
 KEY_BYTES = 32
 #: Why an attempt is asked to end. `signal`: the supervisor received a signal, in a job one other than SIGTERM.
 #: `preemption`: Slurm ends the job, also for a requeue or a cancellation. `growth`: the ranks restart on more nodes.
-StopCause = Literal["user", "signal", "time_limit", "preemption", "growth"]
+#: `idle`: the ranks have done nothing for `launch.idle_timeout_s`.
+StopCause = Literal["user", "signal", "time_limit", "preemption", "growth", "idle"]
 _SENTENCES: dict[StopCause, str] = {
     "user": "{by}",
     "signal": "{by} to the supervisor",
     "time_limit": "time limit",
     "preemption": "Slurm ends the job",
     "growth": "to restart on more nodes: {by} answers again",
+    "idle": "idle: no step, no output, and no use of CPU or GPU for {by}",
 }
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 

@@ -697,17 +697,21 @@ def read_activities(
         return {}
 
 
-def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity]) -> set[int]:
-    """Return the ranks that compute, by their activities at two times: on a GPU now, or on a CPU in between."""
+def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity], share: float = _BUSY_SHARE) -> set[int]:
+    """Return the ranks that compute, by their activities at two times: on a GPU now, or on a CPU in between.
+
+    Args:
+        share: of a core, above which a rank computes.
+    """
     busy = set()
     for rank, now in after.items():
-        if now.on_gpu or (rank in before and _is_busy(before[rank], now)):
+        if now.on_gpu or (rank in before and _is_busy(before[rank], now, share)):
             busy.add(rank)
     return busy
 
 
-def _is_busy(before: Activity, now: Activity) -> bool:
-    return now.cpu_s - before.cpu_s > _BUSY_SHARE * (now.time - before.time)
+def _is_busy(before: Activity, now: Activity, share: float) -> bool:
+    return now.cpu_s - before.cpu_s > share * (now.time - before.time)
 
 
 def main(what: str, folder: str, limit_s: str = "0") -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -144,12 +145,7 @@ class ProgressMonitor:
 
     def find_hung(self, now: float) -> int | None:
         """Return the rank without progress for the longest time if that exceeds the hang timeout, else None."""
-        count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
-        self._last_check = now
-        first = self._next_rank
-        self._next_rank = (first + count) % self._num_ranks
-        due = ((first + offset) % self._num_ranks for offset in range(count))
-        if not any(self._is_overdue(rank, now) for rank in due if rank not in self._ranks.exits):
+        if not self.look(now):
             return None
         probe = self._attempt.path / ".supervisor.probe"
         try:
@@ -161,6 +157,15 @@ class ProgressMonitor:
             return None
         return min(self._ranks.remaining, key=self._last_sign)
 
+    def look(self, now: float) -> bool:
+        """Look for progress of the ranks whose turn it is, and return whether one of them hangs."""
+        count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
+        self._last_check = now
+        first = self._next_rank
+        self._next_rank = (first + count) % self._num_ranks
+        due = ((first + offset) % self._num_ranks for offset in range(count))
+        return any(self._is_overdue(rank, now) for rank in due if rank not in self._ranks.exits)
+
     def silent_s(self, now: float) -> float:
         """Return the seconds since the last progress of any rank, without the time of an unavailable folder."""
         return now - max(self._last_progress, self.unavailable_until)
@@ -169,6 +174,12 @@ class ProgressMonitor:
         """Return the remaining ranks that have shown no progress for the hang timeout, as of their last checks."""
         since = now - self._timeout_s
         return {rank for rank in self._ranks.remaining if max(self._signs[rank][1], self.unavailable_until) <= since}
+
+    def ignore_changes(self) -> None:
+        """Do not count the changes until now as progress: an examination has made the ranks print their stacks."""
+        for rank in self._ranks.remaining:
+            with suppress(OSError):  # the change then counts
+                self._signs[rank] = self._sign(rank), self._signs[rank][1]
 
     def postpone(self, now: float) -> None:
         """Count the time from now on as silence, since the ranks do not hang."""

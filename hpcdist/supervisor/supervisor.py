@@ -268,8 +268,10 @@ class Supervisor:
                 signal_request=self._signals.request,
                 check_lease=self.check_lease,
                 nodes=self._nodes,
+                idle_s=self.config.launch.idle_s(in_job=self.job is not None),
             )
             failure = watch.until_over()
+            self._times = replace(self._times, idle_since=watch.idle_since)
             # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
             # Before `close` as well: afterwards srun's last message is about the end of the step.

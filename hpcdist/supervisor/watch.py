@@ -35,6 +35,36 @@ LEAST_STACKS_S = 3.0
 REST_S = 15.0
 
 
+#: Number of looks at the CPU and GPU use of silent ranks within `launch.idle_timeout_s`.
+IDLE_LOOKS = 8
+#: A rank that has used more than this share of a core is not idle; waiting threads and measurements use less.
+IDLE_SHARE = 0.02
+
+
+class IdleTime:
+    """The time since which no rank has shown progress or used a processor. Times are on the monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.looked = now  #: time of the last look at the activities
+        self._activities: dict[int, Activity] = {}
+
+    def note_progress(self, at: float) -> None:
+        """Note the time of the last progress of any rank."""
+        if at > self.since:
+            self.since = at
+            self.looked = at
+            self._activities = {}
+
+    def note_activities(self, now: float, activities: dict[int, Activity], ranks: Collection[int]) -> None:
+        """Note the activities of ranks; the time begins again if one was busy since the last look, or is unknown."""
+        is_known = self._activities.keys() & activities.keys() >= set(ranks)
+        if not is_known or busy_ranks(self._activities, activities, IDLE_SHARE):
+            self.since = now
+        self._activities = activities
+        self.looked = now
+
+
 class Allocation(NamedTuple):
     """Time limit of the ranks. Times are seconds since the epoch."""
 
@@ -54,6 +84,7 @@ class Watch:
     signal_request: Callable[[], StopRequest | None] = lambda: None
     check_lease: Callable[[], None] = lambda: None
     nodes: NodeChanges = field(default_factory=NodeChanges)
+    idle_s: float | None = None  #: time after which ranks that do nothing are stopped; None: never
 
     def __post_init__(self) -> None:
         self.progress = ProgressMonitor(self.attempt, self.ranks, self.config, self.report, time.monotonic())
@@ -68,6 +99,10 @@ class Watch:
         self._warned = False
         #: Duration of the examinations of this poll, which are no delay by the file system.
         self._examined_s = 0.0
+        self._idle = IdleTime(time.monotonic())
+        self._idle_request: StopRequest | None = None
+        #: Since when the ranks have done nothing, if they were stopped for it; in seconds since the epoch.
+        self.idle_since: float | None = None
         self.stop_requested = False
         self.cancelled = False
 
@@ -97,6 +132,7 @@ class Watch:
                 failure = self._late(now) or self._hung(now)
                 if failure is not None:
                     return failure
+                self._stop_idle(now)
             elif now >= self._kill_at:
                 return None if has_failed else self._stop_failure()
             self.progress.show()
@@ -150,6 +186,7 @@ class Watch:
         """
         launch = self.config.launch
         if self._warned:
+            self.progress.look(now)
             return None
         if self.progress.silent_s(now) < launch.hang_s / 2:
             self._activities = None
@@ -175,6 +212,27 @@ class Watch:
         self._note_silence(busy, summary)
         return None
 
+    def _stop_idle(self, now: float) -> None:
+        """Request the end of ranks that have shown no progress and used no processor for `idle_s`, with their stacks.
+
+        What is unknown, such as the CPU time on a node that does not answer, is no sign of idleness.
+        """
+        if self.idle_s is None or self._idle_request is not None:
+            return
+        self._idle.note_progress(now - self.progress.silent_s(now))
+        if now < self._idle.looked + self.idle_s / IDLE_LOOKS:
+            return
+        self._idle.note_activities(now, self._examine(read_activities) or {}, self.ranks.remaining)
+        idle_s = now - self._idle.since
+        if idle_s < self.idle_s:
+            return
+        self.idle_since = time.time() - idle_s
+        # Before the request, at which the ranks end.
+        summary = self._examine(collect)
+        if summary is not None:
+            self.report.note(f"the ranks are idle: {summary.sentence} {self._where_stacks_are}")
+        self._idle_request = StopRequest(cause="idle", by=f"launch.idle_timeout_s={self.idle_s:g} s")
+
     @property
     def _where_stacks_are(self) -> str:
         return f"(stack traces of all ranks are in {self.attempt.path})"
@@ -191,6 +249,7 @@ class Watch:
             self.report.note(f"no sign of progress for {hang_s:g} s, but {used}")
             return
         self._warned = True
+        self.progress.ignore_changes()
         evidence = "no rank computes" if self._activities else "the CPU time of the ranks is unknown"
         if summary is not None:
             evidence += f"; {summary.sentence} {self._where_stacks_are}"
@@ -245,7 +304,7 @@ class Watch:
         request = self.signal_request()
         if request is None and self.allocation is not None and time.time() >= self.allocation.stop_at:
             return StopRequest(cause="time_limit")
-        return request
+        return request or self._idle_request
 
     def _read_request(self, now: float) -> StopRequest | None:
         """Return the request in the attempt's folder; None without one, or while the folder is unavailable."""

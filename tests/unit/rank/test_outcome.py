@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -45,6 +46,17 @@ LATE = "threading.Thread(target=lambda: (threading.main_thread().join(), (folder
 ENDLESS = "threading.Thread(target=forever, name='endless').start()"
 ENDLESS_AT_EXIT = "atexit.register(forever)"
 UNINTERRUPTED = "atexit.register(lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]), forever()))"
+IGNORES_SIGTERM = """\
+import multiprocessing, time
+def work():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "ignores").touch()
+    time.sleep(60)
+child = multiprocessing.get_context("fork").Process(target=work, name="loader", daemon=True)
+child.start()
+while not (folder / "ignores").exists():
+    time.sleep(0.01)
+"""
 RAISES = "atexit.register(lambda: 1 / 0)"
 
 
@@ -83,6 +95,13 @@ def test_what_does_not_end_is_cut_off_and_the_rest_is_done(tmp_path: Path, endle
     assert ("thread 'endless' (" in done.stderr) == (endless == ENDLESS)
     done = end(tmp_path, UNINTERRUPTED, limit_s=0.1, stuck_s=0.1)
     assert "a function of atexit does not end, and is cut off: thread 'MainThread' (" in done.stderr
+
+
+@pytest.mark.processes
+def test_child_process_that_does_not_end_is_named(tmp_path: Path) -> None:
+    kill_at_exit = "import subprocess; subprocess.Popen(['sh', '-c', f'sleep 5; kill -KILL {child.pid}'])"
+    done = end(tmp_path, IGNORES_SIGTERM, kill_at_exit, limit_s=0.3)
+    assert re.search(r"child processes loader \(\d+\): not ended, and killed", done.stderr), done.stderr
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpcdist.host.json_files import read_json, write_json
 from hpcdist.review import ledger as review_ledger
 from hpcdist.review.ledger import Ledger, allocated_s, allocations_of, read_ledger
 from hpcdist.run.attempt_times import NodeShare as Share
-from hpcdist.run.attempt_times import Resources, read_times
+from hpcdist.run.attempt_times import Resources, read_times, write_times
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.reached_steps import reached_step
 
@@ -64,6 +65,24 @@ def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
         assert (name, sums(ledger, 1)) == (name, expected)
         assert ledger.unit == ("GPU" if "resources" in options else "core")
         assert ledger.is_measured == (ledger.goodput is not None) == ("plain script" not in name)
+
+
+def test_time_in_which_all_ranks_did_nothing_is_idle(tmp_path: Path) -> None:
+    full, late = account(1, 61), account(11, 31, closed=False)
+    script: dict[str, Any] = {"measured": False}
+    failed: dict[str, Any] = {"failed": True}
+    for name, accounts, options, expected in (
+        ("script", [None], script, {"unknown": 160, "idle": 80 + 60}),
+        ("killed", [late] * 4, failed, {"start": 40, "discarded": 80, "down": 40, "idle": 80 + 60}),
+        # A rank that obeys the stop counts the time as part of its steps.
+        ("trainer", [full] * 4, {}, {"data": 4, "compute": 156, "idle": 80 + 60}),
+    ):
+        run = RunDir.create(tmp_path / "runs" / "exp" / name)
+        add_attempt(run, 1, 61, accounts, **options)
+        times = read_times(run.attempt(1))
+        assert times is not None
+        write_times(run.attempt(1), replace(times, idle_since=BEGAN + 41))
+        assert (name, sums(read_ledger(run), 1)) == (name, expected)
 
 
 def test_time_between_supervisors_is_not_allocated(run: RunDir) -> None:

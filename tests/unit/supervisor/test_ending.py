@@ -86,6 +86,8 @@ def facts(
         # Stopped in a job by a user.
         (facts("stopped", "user", job=FIRST), "stopped", ""),
         (facts("stopped", "signal", job=FIRST), "stopped", ""),
+        # Stopped because it did nothing: another start of the job would do so, too.
+        (facts("stopped", "idle", job=FIRST), "stopped", ""),
         # Stopped because Slurm ends the job: it requeues it, or has cancelled it.
         (facts("stopped", "preemption", job=FIRST, requeued=True), "requeued", ""),
         (facts("stopped", "preemption", job=LAST, requeued=True), "requeued", ""),
@@ -154,6 +156,7 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
         (facts(failure(), "user"), "failed", FAILED + ASKED),
         (facts(failure(), "signal", job=FIRST, **FULL), "failed", FAILED + ASKED),
         (facts(failure(), "time_limit", job=FIRST), "failed", FAILED + ASKED),
+        (facts(failure("hung"), "idle", job=FIRST), "failed", failure("hung").sentence() + ASKED),
         (facts(REJECTED, "user"), "failed", REJECTED.sentence() + ASKED),
         (facts(INTERRUPTED, "time_limit", job=FIRST), "failed", INTERRUPTED.sentence() + ASKED),
         # Slurm ends the job; ranks without time to save continue from the checkpoint before.

@@ -347,6 +347,12 @@ def test_script_has_one_rank_for_each_gpu_or_one_without() -> None:
     assert planned_script(0, launch=LaunchConfig(num_ranks=3)).num_ranks == 3
 
 
+def test_only_jobs_stop_idle_runs_by_default() -> None:
+    assert [LaunchConfig().idle_s(in_job=in_job) for in_job in (True, False)] == [3600.0, None]
+    assert [LaunchConfig(idle_timeout_s=0).idle_s(in_job=in_job) for in_job in (True, False)] == [None, None]
+    assert [LaunchConfig(idle_timeout_s=60).idle_s(in_job=in_job) for in_job in (True, False)] == [60.0, 60.0]
+
+
 def test_script_that_starts_its_own_ranks_is_started_once() -> None:
     assert [planned_script(gpus, SPAWN).num_ranks for gpus in (0, 1, 4)] == [1, 1, 1]
     assert planned_script(4, SPAWN, launch=LaunchConfig(num_ranks=1)).num_ranks == 1

@@ -19,7 +19,7 @@ from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang import Activity, Summary
 from hpcdist.supervisor.progress import ProgressMonitor
-from hpcdist.supervisor.watch import POLL_S, STACKS_S, Allocation, Watch
+from hpcdist.supervisor.watch import IDLE_LOOKS, POLL_S, STACKS_S, Allocation, IdleTime, Watch
 
 NUM_RANKS = 1000
 HANG_S = 300.0
@@ -249,6 +249,62 @@ def test_silent_ranks_that_compute_are_not_ended(
         "no sign of progress for 300 s, but rank 2 used CPU or GPU meanwhile: the run continues"
     }
     assert 1000 + HANG_S / 2 <= scene.ranks.time <= 1000 + 2 * HANG_S
+
+
+IDLE_S = 3600.0
+
+
+@pytest.fixture
+def idle(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """A script of two ranks in a job that is silent from 100 s on; SIGTERM ends its ranks."""
+    scene = Scene(attempt, monkeypatch, 2, script=SCRIPT, hang_timeout_s=None)
+    scene.watch.idle_s = IDLE_S
+    scene.ranks.silent, scene.summary = dict.fromkeys(range(2), 100.0), DEADLOCK
+    scene.ranks.end_at = 20_000.0
+
+    def end(number: Signals) -> None:
+        scene.ranks.exits = dict.fromkeys(range(2), -number)
+
+    def collect_stacks(*_: object, **options: object) -> Summary | None:
+        scene.ranks.silent[0] = scene.ranks.time  # it prints its stacks
+        return scene.summary
+
+    monkeypatch.setattr(scene.ranks, "signal", end)
+    monkeypatch.setattr(watch_module, "collect", collect_stacks)
+    return scene
+
+
+@pytest.mark.parametrize("busy_until", [0.0, 5000.0])
+def test_idle_ranks_are_asked_to_stop_with_their_stacks(idle: Scene, busy_until: float) -> None:
+    idle.busy_until[1] = busy_until
+    assert idle.watch.until_over() is None
+    since = max(100.0, busy_until)
+    assert since + IDLE_S <= idle.ranks.time <= since + IDLE_S * (1 + 4 / IDLE_LOOKS)
+    request = Attempt(idle.watch.attempt.path).read_request()
+    assert request is not None
+    assert (request.action, request.cause) == ("stop", "idle")
+    assert request.sentence == ("idle: no step, no output, and no use of CPU or GPU for launch.idle_timeout_s=3600 s")
+    assert f"the ranks are idle: {DEADLOCK.sentence} (stack traces of all ranks are in" in "".join(idle.notes)
+    assert idle.watch.idle_since is not None
+    assert since <= idle.watch.idle_since - NOW <= since + 4 * IDLE_S / IDLE_LOOKS
+
+
+def test_ranks_whose_activity_is_unknown_do_not_count_as_idle(idle: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "read_activities", lambda *_, **options: {0: Activity(1.0, 0.0, on_gpu=False)})
+    assert idle.watch.until_over() is None
+    assert idle.ranks.time >= idle.ranks.end_at
+    assert not idle.watch.attempt.request.exists()
+
+
+def test_output_and_a_busy_gpu_are_no_idleness(idle: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    del idle.ranks.silent[1]  # it prints
+    assert idle.watch.until_over() is None
+    assert idle.ranks.time >= idle.ranks.end_at
+    spare = IdleTime(0.0)
+    for now in range(100, 1000, 100):
+        on_gpu = {0: Activity(float(now), 0.0, on_gpu=True)}
+        spare.note_activities(float(now), on_gpu, [0])
+    assert spare.since == 900.0
 
 
 def test_busy_wait_in_a_collective_is_a_hang(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
