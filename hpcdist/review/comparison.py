@@ -31,10 +31,10 @@ def compare(
     """Return the rows in which runs differ: title of a section → name of a row → values in the order of the runs."""
     compared = [_sections(RunDir(run.folder), run, series[label]) for label, run in facts.items()]
     # A key that one run has set is compared with the default of the other.
-    parameters = dict.fromkeys(key for run in facts.values() for key in run.parameters if key != "name")
+    config_keys = dict.fromkeys(key for run in facts.values() for key in run.effective_values if key != "name")
     sections = {}
     for title in compared[0]:
-        names = parameters
+        names = config_keys
         if title != "config":
             names = dict.fromkeys(name for run_sections in compared for name in run_sections[title])
         differing = {}
@@ -161,7 +161,7 @@ def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dic
     datasets = dict(setup_rows(facts)).get("Data")
     if datasets:
         data["datasets"] = "\n".join(datasets)
-    config = {**facts.stored.values, **facts.parameters}
+    config = {**facts.stored.values, **facts.effective_values}
     return {
         "config": {key: text_of(value) for key, value in config.items()},
         "code": {

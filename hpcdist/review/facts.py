@@ -363,7 +363,7 @@ class RunFacts:
     image_build: str = ""  #: hash of the inputs of an image of hpcdist
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
     stored: StoredConfig = field(default_factory=StoredConfig)
-    parameters: Mapping[str, Any] = field(default_factory=dict)  #: those that apply, with a script's arguments
+    effective_values: Mapping[str, Any] = field(default_factory=dict)  #: of the config, with a script's arguments
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
     overrides: Mapping[str, Override] = field(default_factory=dict)
@@ -471,7 +471,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         steps |= _mapping(beat.get("metric_steps"))
     return replace(
         _setup(run, state, stored),
-        parameters=run_parameters.parameters(run, stored),
+        effective_values=run_parameters.effective_values(run, stored),
         num_parameters=training.num_parameters,
         devices=devices,
         cpu=cpu,

@@ -25,6 +25,7 @@ class Origin:
     values: dict[str, Any] = field(default_factory=dict)
     """Resolved values by dotted key, redacted; empty if the config is not valid without overrides."""
     written: list[str] = field(default_factory=list)  #: keys that the YAML, the site profile or an override has set
+    overridden: list[str] = field(default_factory=list)  #: keys that an override or a sweep has set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,10 @@ def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None 
     except HpcdistError:  # it needs an override
         values = {}
     written = written_keys(source, overrides, cluster=cluster)
-    return Origin(config=str(source), cluster=str(cluster or ""), values=values, written=written)
+    overridden = [text.partition("=")[0] for text in overrides]
+    return Origin(
+        config=str(source), cluster=str(cluster or ""), values=values, written=written, overridden=overridden
+    )
 
 
 def write_origin(run: RunDir, origin: Origin) -> None:

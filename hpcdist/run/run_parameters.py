@@ -1,4 +1,4 @@
-"""The parameters of a run: the keys of its config that its trainer reads, and the arguments of its script."""
+"""The parameters of a run: keys of its config, and the arguments of its script."""
 
 import itertools
 import re
@@ -10,6 +10,7 @@ from hpcdist.config.schema import unused_sections
 from hpcdist.config.written import StoredConfig
 from hpcdist.run.config_origin import LOCATION, Origin, read_origin
 from hpcdist.run.folder import RunDir
+from hpcdist.run.sweeps import affects_results
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 #: An override of Hydra: `lr=0.1`, `+lr=0.1`.
@@ -17,19 +18,48 @@ _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def parameters(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
-    """Return the redacted parameters of a run by dotted key.
+    """Return the redacted parameters of a run by dotted key, by which MLflow compares runs.
 
-    A run with a shipped trainer has all keys as parameters, except those without effect, such as the sections of other
-    trainers. A run with the user's own code has the keys of `_set_values`, and the arguments of its script.
+    They are the effective values without the keys that do not affect results (`affects_results`), except those that
+    the command line has set. `config.yaml` has the others.
     """
+    origin = read_origin(run)
+    chosen = {}
+    for key, value in _effective_keys(stored, origin).items():
+        if affects_results(key) or _is_chosen(key, value, origin):
+            chosen[key] = value
+    return {**chosen, **_arguments(stored)}
+
+
+def effective_values(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
+    """Return the redacted values that apply to a run, by dotted key.
+
+    A run with a shipped trainer has all keys, except those without effect, such as the sections of other trainers. A
+    run with the user's own code has the keys of `_set_values`, and the arguments of its script.
+    """
+    return {**_effective_keys(stored, read_origin(run)), **_arguments(stored)}
+
+
+def _effective_keys(stored: StoredConfig, origin: Origin | None) -> dict[str, Any]:
     if stored.trainer is not None:
         return _values_with_effect(stored)
-    script = stored.config.trainer.script
-    values = dict(stored.values)
-    origin = read_origin(run)
-    if origin is not None:
-        values = _set_values(values, origin, is_script=bool(script))
-    return {**values, **redact_tree(script_arguments(script))}
+    if origin is None:
+        return dict(stored.values)
+    return _set_values(stored.values, origin, is_script=bool(stored.config.trainer.script))
+
+
+def _arguments(stored: StoredConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = redact_tree(script_arguments(stored.config.trainer.script))
+    return arguments
+
+
+def _is_chosen(key: str, value: Any, origin: Origin | None) -> bool:
+    """Return whether the command line of the start, or of a resume, has set a key."""
+    if origin is None or key in (*LOCATION, "experiment"):
+        return False
+    if value != origin.values.get(key, value):
+        return True
+    return f"{key}.".startswith(tuple(f"{name}." for name in origin.overridden))
 
 
 def _values_with_effect(stored: StoredConfig) -> dict[str, Any]:
@@ -37,6 +67,8 @@ def _values_with_effect(stored: StoredConfig) -> dict[str, Any]:
     values = {}
     for key, value in stored.values.items():
         if key.partition(".")[0] in unused:
+            continue
+        if value == {} or key == "trainer.script":
             continue
         if key == "optim.momentum" and stored.config.optim.name != "sgd":
             continue

@@ -275,7 +275,7 @@ def setting_of(values: Mapping[str, Any]) -> str:
 
 def affects_results(key: str) -> bool:
     """Return whether a key of the config may change the results of a run."""
-    without_effect = (*_MAY_CHANGE, "container", "preflight", "experiment")
+    without_effect = (*_MAY_CHANGE, "container", "preflight", "notify", "experiment")
     return not any(_covers(section, key) for section in without_effect)
 
 

@@ -172,6 +172,13 @@ def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) ->
     }
 
 
+def test_keys_of_the_launch_are_compared(two: tuple[ReportScene, ReportScene]) -> None:
+    """MLflow has no parameters of them."""
+    for scene, threads in zip(two, (1, 2), strict=True):
+        scene.write_config({"launch": {"num_threads": threads}, "cluster": {"partition": f"p{threads}"}})
+    assert compared(*two)["config"] == {"launch.num_threads": ("1", "2"), "cluster.partition": ("p1", "p2")}
+
+
 def test_script_runs_differ_by_arguments_and_overrides(two: tuple[ReportScene, ReportScene]) -> None:
     words = [["train.py", "--lr", "0.1"], ["train.py", "--lr", "0.2"]]
     optim = {"lr": 0.001, "momentum": 0.9}

@@ -138,6 +138,39 @@ def test_script_has_its_arguments_and_what_was_written(tmp_path: Path) -> None:
     assert found == {"launch.num_ranks": 2, "lr": "0.1", "seed": "5", "api_key": "***"}
 
 
+SHIPPED = """
+trainer: ddp
+optim: {name: adam}
+launch: {num_ranks: 2, env: {A: b}}
+cluster: {partition: gpu}
+notify: {command: /bin/true}
+"""
+
+
+def test_shipped_trainer_has_what_affects_results(tmp_path: Path) -> None:
+    found = parameters_of(tmp_path, SHIPPED, "name=first", "experiment=digits")
+    sections = {key.partition(".")[0] for key in found}
+    assert sections == {"trainer", "model", "data", "optim", "schedule", "precision", "stop", "elastic", "seed"}
+    assert (found["trainer.target"], found["optim.lr"]) == ("ddp", 0.001)
+    assert "optim.momentum" not in found, "adam has none"
+
+
+@pytest.mark.parametrize("yaml", [SHIPPED, OWN], ids=["shipped", "own"])
+def test_keys_of_the_command_line_are_parameters(tmp_path: Path, yaml: str) -> None:
+    """Also with the value of the YAML, as in one cell of a sweep, and those that a resume changes."""
+    set_before = ["launch.num_ranks=2", "cluster.sbatch={nice: 5}"]
+    found = parameters_of(tmp_path, yaml, *set_before, changed="tracking.log_every_steps=7")
+    runtime = {key: value for key, value in found.items() if key.startswith(("launch", "cluster", "tracking"))}
+    assert runtime == {"launch.num_ranks": 2, "cluster.sbatch.nice": "5", "tracking.log_every_steps": 7}
+
+
+def test_arguments_named_like_sections_are_parameters(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = "--name, a, --launch.mode, b, --checkpoint, c"
+    found = parameters_of(tmp_path, f"trainer: {{script: ['{tmp_path}/train.py', {words}]}}\n")
+    assert {"name": "a", "launch.mode": "b", "checkpoint": "c"}.items() <= found.items()
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
