@@ -759,22 +759,24 @@ def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, f
 MAX_SERIES = 600
 #: Marks the begin of each attempt.
 ATTEMPT = "attempt"
+#: System metrics of a node, whose steps are seconds.
+SYSTEM_PREFIX = "system/"
 #: Parts of names that tell apart the same metric on different data.
 _SPLITS = ("train", "eval", "val", "valid", "validation", "test")
 _STEP_TIMES = "seconds per step"
 
 
 def is_read(key: str) -> bool:
-    """Return whether reports show a metric: all but system metrics and the times of each node."""
-    if key.startswith("system/"):
+    """Return whether a metric is of the training: all but system metrics and the times of each node."""
+    if key.startswith(SYSTEM_PREFIX):
         return False
     is_of_node = key.startswith("time/") and "/" in key.removeprefix("time/")
     return not is_of_node
 
 
 def is_hidden(key: str) -> bool:
-    """Return whether a metric has no chart of its own: the marks of attempts, which are lines in the others."""
-    return key == ATTEMPT
+    """Return whether a report has no chart of a metric: system metrics, and the marks of attempts, which are lines."""
+    return key == ATTEMPT or key.startswith(SYSTEM_PREFIX)
 
 
 def group_of(key: str) -> str:

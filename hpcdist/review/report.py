@@ -16,10 +16,10 @@ from hpcdist.host.files import read_regular, write_atomic
 from hpcdist.review import charts, description, svg
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
 from hpcdist.review.facts import (
+    ATTEMPT,
     RunFacts,
     Series,
     flat_texts,
-    is_hidden,
     read_environment,
     read_facts,
     readable,
@@ -221,7 +221,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "run": run,
         "facts": facts,
         "ledger": part(read_ledger) or Ledger(),
-        "series": {key: points for key, points in sorted(series.items()) if not is_hidden(key)},
+        "series": {key: points for key, points in sorted(series.items()) if key != ATTEMPT},
         "other_charts": other_charts,
         "trainer_charts": trainer_charts,
         "figures": figures,

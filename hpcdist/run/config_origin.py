@@ -46,9 +46,7 @@ def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None 
         values = {}
     written = written_keys(source, overrides, cluster=cluster)
     overridden = [text.partition("=")[0] for text in overrides]
-    return Origin(
-        config=str(source), cluster=str(cluster or ""), values=values, written=written, overridden=overridden
-    )
+    return Origin(config=str(source), cluster=str(cluster or ""), values=values, written=written, overridden=overridden)
 
 
 def write_origin(run: RunDir, origin: Origin) -> None:

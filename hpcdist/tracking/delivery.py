@@ -13,7 +13,6 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.json_files import read_json
 from hpcdist.review.ledger import Ledger, allocations_of, read_ledger
-from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.run.reached_steps import reached_step
 from hpcdist.tracking import artifacts, run_tags
@@ -453,12 +452,10 @@ class LedgerMetrics:
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, float]:
-    """Return the metrics of a ledger; empty if nothing was measured."""
+    """Return the metrics of a ledger; empty if nothing was measured. Its causes are in the description and report."""
     if not ledger.entries:
         return {}
-    values: dict[str, float] = {f"{cause}_hours": ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
-    values["allocated_hours"] = ledger.allocated_s / 3600
-    values["queue_hours"] = ledger.queue_s / 3600
+    values = {"allocated_hours": ledger.allocated_s / 3600, "queue_hours": ledger.queue_s / 3600}
     if ledger.goodput is not None:
         values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcdist.tracking import journal
+from hpcdist.tracking.system_charts import charted
 
 INTERVAL_MS = 30_000
 #: A node that has logged nothing for this time does not delay the intervals of the others.
@@ -72,7 +73,7 @@ class NodeCharts:
             attempt = journal.attempt_of(name)
             for record in chunk.records:
                 others = {}
-                for key, value in record.metrics.items():
+                for key, value in charted(record.metrics).items():
                     metric = without_node(key)
                     if metric is None:
                         others[key] = value

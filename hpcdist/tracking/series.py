@@ -2,20 +2,29 @@
 
 from collections.abc import Iterator
 
-from hpcdist.review.facts import MAX_SERIES, Series, is_read
+from hpcdist.review.facts import MAX_SERIES, SYSTEM_PREFIX, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.tracking import journal
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
+from hpcdist.tracking.node_charts import without_node
 from hpcdist.tracking.sent_points import SentPoints, is_of_script
 
 
 def read_series(run: RunDir) -> dict[str, Series]:
-    """Return the series of a run by metric, thinned; metrics after the first MAX_SERIES are left out."""
+    """Return the series of a run by metric, thinned; metrics after the first MAX_SERIES are left out.
+
+    A system metric is one series over all nodes.
+    """
     series: dict[str, Series] = {}
     for point in _points(run):
-        if point.key in series or (len(series) < MAX_SERIES and is_read(point.key)):
-            series.setdefault(point.key, Series()).add(point.step, point.value)
+        key = point.key
+        is_shown = is_read(key)
+        if key.startswith(SYSTEM_PREFIX):
+            key = without_node(key) or key
+            is_shown = True
+        if key in series or (len(series) < MAX_SERIES and is_shown):
+            series.setdefault(key, Series()).add(point.step, point.value)
     return series
 
 

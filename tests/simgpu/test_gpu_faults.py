@@ -57,7 +57,7 @@ def test_lost_gpu_is_named_and_metrics_and_errors_come_from_nvml(runs: Runs, gpu
     assert "cause:    a GPU of the named rank is lost" in text
     assert f"gpu:      {os.uname().nodename}: GPU 1 reported Xid 79\n" in text
     points = {(key, value) for key, _, value in runs.points("lost")}
-    assert {("system/gpu_0_utilization_percentage", 37), ("system/gpu_1_utilization_percentage", 37)} <= points
+    assert ("system/gpu_utilization_percentage", 37) in points
     fill(cell, runs, "lost", "GPU lost")
 
 

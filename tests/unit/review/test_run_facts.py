@@ -33,7 +33,7 @@ from hpcdist.run.config_origin import Override, load_origin, write_origin
 from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 from hpcdist.tracking.run_tags import state_tags
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.series import read_series, read_values
 
 
 class Folder:
@@ -297,9 +297,12 @@ def test_median_of_a_long_series_weighs_all_parts_equally() -> None:
 def test_series_of_a_run_have_repeated_steps_once(tmp_path: Path) -> None:
     scene = ReportScene(tmp_path)
     scene.state(attempt=2)
-    scene.log({"train/loss": [1.0, 2.0, 3.0], "system/cpu": [1.0], "time/n1/step_s": [0.1]})
+    scene.log({"train/loss": [1.0, 2.0, 3.0], "time/n1/step_s": [0.1]})
+    scene.log({"system/n1/gpu_0_power_usage_watts": [1.0, 3.0], "system/n2/gpu_0_power_usage_watts": [9.0]})
     scene.log({"train/loss": [30.0, 4.0]}, attempt=2, first=3)
     series = read_series(scene.run)
-    assert set(series) == {"train/loss", "attempt"}
+    assert set(series) == {"train/loss", "attempt", "system/gpu_0_power_usage_watts"}
+    assert series["system/gpu_0_power_usage_watts"].highest == 9.0, "over all nodes"
+    assert set(read_values(scene.run)) == {"train/loss"}
     assert series["train/loss"].points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert [attempt for _, attempt in series["attempt"].points] == [1, 2]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import TrackingError
+from hpcdist.rank.system_metrics import _usage
 from hpcdist.review.charts import metric_charts
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal as journal_reader
@@ -23,6 +24,7 @@ from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.point_budget import PointBudget
 from hpcdist.tracking.sent_points import SentPoints
 from hpcdist.tracking.series import read_series, read_values
+from hpcdist.tracking.system_charts import charted
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -352,6 +354,42 @@ def test_live_run_with_random_crashes_sends_each_point_once(
     assert store.values("time/nodes_mean/step_s")
     assert not [point for point in store.received if point.key.split("/")[1:2] == ["n3"]]
     assert not store.ship(2, over=True)
+
+
+GPUS = {
+    f"gpu_{gpu}_{name}": 10.0 * gpu
+    for gpu in range(8)
+    for name in (
+        *("memory_usage_megabytes", "memory_usage_percentage", "utilization_percentage"),
+        *("power_usage_watts", "power_usage_percentage"),
+    )
+}
+
+
+@pytest.mark.parametrize("prefix", ["system/", "system/gpu_1/"], ids=["one node", "several nodes"])
+def test_node_has_at_most_eight_system_charts(prefix: str) -> None:
+    values = {**_usage("/", (0, 0), {}), **GPUS}
+    found = charted({"loss": 1.0, **{prefix + name: value for name, value in values.items()}})
+    assert found["loss"] == 1.0
+    of_gpus = {name: value for name, value in found.items() if name.removeprefix(prefix).startswith("gpu_")}
+    assert of_gpus == {
+        f"{prefix}gpu_utilization_percentage": 35.0,
+        f"{prefix}gpu_memory_usage_percentage": 70.0,
+        f"{prefix}gpu_power_usage_watts": 280.0,
+    }
+    assert len(found) == 1 + 8
+
+
+def test_system_metrics_without_a_chart_are_not_sent(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    metrics = {f"system/{name}": 1.0 for name in (*SYSTEM, "gpu_1_power_usage_watts")}
+    write_record(run, 1, 0, 9_000_000, 5, metrics)
+    store = Store(run, 0)
+    store.ship_rest(1)
+    assert {(point.key, point.value) for point in store.received} == {
+        ("system/cpu_utilization_percentage", 1.0), ("system/gpu_power_usage_watts", 2.0),
+    }  # fmt: skip
+    assert set(read_series(run)) == set(metrics), "the report has all"
 
 
 def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
