@@ -39,7 +39,8 @@ def ui(
     """Upload what MLflow lacks, start its UI on the runs' database, for this user only, and print the link to open.
 
     The link leads to the experiment of the newest run. The server listens on 127.0.0.1 and requires a token, which is
-    new at each start and part of the link. If the store is an MLflow server, nothing is started.
+    new at each start and part of the link. While it is open, it uploads new records of Slurm runs within a minute. If
+    the store is an MLflow server, nothing is started.
 
     Examples:
         hpcdist ui
@@ -67,8 +68,10 @@ def ui(
     address = f"http://{server.HOST}:{port}"
     say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
     say("MLflow is starting, and prints its link then; Ctrl-C ends it")
+    env = dict(os.environ)
     os.environ |= server.variables(store, file, link_to_newest(runs, store, f"{address}/?token={token}"))
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
+    server.start_uploads(runs_dir, env)
     command = server.command(port)
     os.dup2(listener.fileno(), 0)  # its standard input
     listener.close()

@@ -431,6 +431,8 @@ def _sections(
         yield f"State at {clock(now)}: no step is done yet in this attempt."
     elif facts.is_live:
         yield f"State at {clock(now)}."
+    elif facts.state.ended is not None:
+        yield f"State at {clock(facts.state.ended)}, when it ended."
     yield "### Setup\n\n" + setup_table(setup_rows(facts))
     if facts.has_patch:
         yield link("uncommitted changes", _artifact(facts, PATCH))

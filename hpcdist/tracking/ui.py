@@ -5,6 +5,7 @@ import html
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
 #: The link that is printed when MLflow has started.
 LINK = "HPCDIST_UI_LINK"
-#: Sets the key with which MLflow 3.17 records that it has opened the panel of its assistant, which it does on the first
-#: visit of a browser. The fragment of the link names the page.
+#: Sets two keys of MLflow: it has opened the panel of its assistant, which it does on the first visit of a browser,
+#: and its pages are those for training, not those for LLM applications. The fragment of the link names the page.
 _ENTRY = """<!doctype html><title>hpcdist ui</title><script>
 localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
 location.replace("/" + location.hash);
 </script><noscript>MLflow's UI needs JavaScript.</noscript>"""
 HELP = (
@@ -187,6 +189,15 @@ def command(port: int) -> list[str]:
     # The log of requests would repeat the token, and the line on the start has an address without it.
     uvicorn = "--fd 0 --no-access-log --log-level warning"
     return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", uvicorn]
+
+
+def start_uploads(runs_dir: Path, env: Mapping[str, str]) -> None:
+    """Start the process that uploads new records until this process, which becomes the server, ends."""
+    subprocess.Popen(
+        [sys.executable, "-P", "-m", "hpcdist.tracking.ui_uploads", str(runs_dir), str(os.getpid())],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def variables(store: str, token_file: Path, link: str) -> dict[str, str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from hpcdist_runs import finish, rank_of, wait_for
-from mlflow_site import Site, config, request_status
+from mlflow_site import START_TIMEOUT_S, Site, config, request_status
 from playwright.sync_api import Locator, Page, expect
 
 from hpcdist.host.json_files import read_json
+from hpcdist.tracking.sent_points import is_complete
 
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
@@ -30,6 +31,24 @@ def page(page: Page, site: Site) -> Page:
 def test_panel_of_the_assistant_stays_closed(page: Page) -> None:
     """MLflow shows either the panel or the button that opens it."""
     expect(page.locator(".assistant-fab-label")).to_have_count(1)
+
+
+def test_pages_without_a_parameter_are_for_training(page: Page, site: Site) -> None:
+    page.goto("about:blank")
+    page.goto(f"{site.url}/#/experiments")
+    expect(page.locator("aside").get_by_role("link", name="Model registry")).to_be_visible()
+    page.evaluate("localStorage.removeItem('mlflow.workflowType_v1')")
+    page.reload()
+    expect(page.locator("aside").get_by_role("link", name="Prompts")).to_be_visible()
+
+
+def test_open_ui_uploads_runs_that_nothing_else_uploads(site: Site) -> None:
+    """As a Slurm job, which cannot write to a database, the run has no shipper."""
+    code, output = site.runs.command("run", *config("unshipped", "tracking.drain_timeout_s=0"), **site.runs.unshipped)
+    assert code == 0, output
+    folder = site.runs.run_dir("unshipped")
+    wait_for(lambda: is_complete(folder), "the upload", timeout_s=START_TIMEOUT_S)
+    assert site.runs.mlflow_status("unshipped") == "FINISHED"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")

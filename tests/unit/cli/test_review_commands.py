@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,12 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     monkeypatch.setattr(os, "dup2", lambda descriptor, _: dup2(descriptor, stdin))
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask))
+    uploading: list[tuple[Path, str]] = []
+
+    def start_uploads(runs_dir: Path, env: Mapping[str, str]) -> None:
+        uploading.append((runs_dir.absolute(), env["MLFLOW_DISABLE_TELEMETRY"]))
+
+    monkeypatch.setattr(ui, "start_uploads", start_uploads)
     ship_all(monkeypatch, "first")
     run = make("first", status="finished")
     write_json(run.mlflow, {"experiment_id": "7", "uri": store})
@@ -339,6 +346,7 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     assert os.environ["HPCDIST_UI_TOKEN_FILE"] == str(file)
     assert started == [ui.command(port)]
     assert masks == [0o077]
+    assert uploading == [(tmp_path / "runs", "false")], "with the variables of the user"
 
 
 def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

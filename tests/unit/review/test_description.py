@@ -120,6 +120,8 @@ def test_description_of_a_live_run() -> None:
     assert "\n\nState at 1970-01-01 00:38 UTC: no step is done yet in this attempt.\n" in begun
     queued = described(replace(FACTS, progress=None, state=State(status="queued", reason="preempted")))
     assert "\n\nState at 1970-01-01 00:38 UTC.\n" in queued
+    ended = described(replace(FACTS, progress=None, state=State(status="failed", reason="why", ended=1600.0)))
+    assert "\n\nState at 1970-01-01 00:26 UTC, when it ended.\n" in ended
 
 
 FINISHED = replace(

@@ -96,6 +96,7 @@ def test_link_sets_a_cookie_and_opens_the_page_of_its_fragment() -> None:
     assert 'location.replace("/" + location.hash)' in body
     # MLflow would open the panel of its assistant; tests/browser shows that it does not.
     assert "mlflow.assistant" in body
+    assert "mlflow.workflowType" in body
     assert TOKEN not in body
     assert found[b"set-cookie"] == f"hpcdist-ui-5000={TOKEN}; Path=/; HttpOnly; SameSite=Strict".encode()
     assert found[b"cache-control"] == b"no-store"
