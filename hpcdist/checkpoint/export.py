@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import nn
+from torch.fx.experimental import _config
 
 from hpcdist.checkpoint.state import MaybeSharded, load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Manifest
@@ -23,6 +24,9 @@ from hpcdist.run.checkpoint_files import EXAMPLE_FILE, PROGRAM_FILE
 from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
+
+#: Dimensions of a batch of images: samples, channels, height, width.
+IMAGE_DIMENSIONS = 4
 
 
 def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
@@ -53,11 +57,18 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     unfinished.mkdir()
     try:
-        # Only the first dimension of the input, the number of samples, may differ from the example later.
-        sizes = {0: torch.export.Dim.AUTO}
-        program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
+        free = free_dimensions(module, example)
+        sizes = dict.fromkeys(free, torch.export.Dim.AUTO)
+        # Otherwise the program of a small image is limited to sizes with which a later layer has one pixel, too.
+        with _config.patch(backed_size_oblivious=free != [0]):  # type: ignore[attr-defined]  # torch adds it at run time
+            program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         torch.export.save(program, unfinished / PROGRAM_FILE)
-        arrays = {"inputs": example.numpy(), "outputs": output.numpy(), "torch": np.array(torch.__version__)}
+        arrays = {
+            "inputs": example.numpy(),
+            "outputs": output.numpy(),
+            "torch": np.array(torch.__version__),
+            "free": np.array(free),
+        }
         np.savez(unfinished / EXAMPLE_FILE, **arrays)
         unfinished.rename(run.exported)
     except Exception as error:  # torch.export does not document its exceptions
@@ -65,6 +76,22 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         _pickle_model(module, example, output, run)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def free_dimensions(module: nn.Module, example: torch.Tensor) -> list[int]:
+    """Return the dimensions of the input that may differ from those of the example in the exported model.
+
+    The number of samples may; height and width of images [N, C, H, W] may if the network takes an image of twice the
+    size. A network with a linear layer for all pixels does not.
+    """
+    if example.dim() != IMAGE_DIMENSIONS:
+        return [0]
+    try:
+        with torch.no_grad():
+            module(example.repeat(1, 1, 2, 2))
+    except RuntimeError:
+        return [0]
+    return [0, 2, 3]
 
 
 def _pickle_model(module: nn.Module, example: torch.Tensor, output: torch.Tensor, run: RunDir) -> None:

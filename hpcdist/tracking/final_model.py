@@ -46,9 +46,16 @@ def _write(exported: Path, target: Path, uri: str) -> None:
     """
     import mlflow.pyfunc
     from mlflow.models import Model, infer_signature
+    from mlflow.types import Schema, TensorSpec
 
     with np.load(exported / EXAMPLE_FILE) as example:
         inputs, outputs, torch_version = example["inputs"], example["outputs"], str(example["torch"])
+        free = [0]
+        if "free" in example:  # older versions of hpcdist did not write it
+            free = example["free"].tolist()
+    shape = [-1 if dimension in free else size for dimension, size in enumerate(inputs.shape)]
+    signature = infer_signature(inputs, outputs)
+    signature.inputs = Schema([TensorSpec(inputs.dtype, shape)])
     model = Model()
     model.add_flavor("pytorch", model_data=f"data/{exported.name}", pytorch_version=torch_version, code=None)
     with translated(uri):
@@ -57,7 +64,7 @@ def _write(exported: Path, target: Path, uri: str) -> None:
             loader_module="mlflow.pytorch",
             data_path=exported,
             mlflow_model=model,
-            signature=infer_signature(inputs, outputs),
+            signature=signature,
             input_example=inputs,
             # Without this list MLflow starts a process that loads the model, to find the requirements.
             pip_requirements=[f"torch=={torch_version.partition('+')[0]}"],

@@ -114,3 +114,25 @@ def test_model_that_cannot_be_written_is_an_error(scene: Scene, tmp_path: Path) 
     shipper.ship_once()
     assert model_in_mlflow(scene) == "READY"
     assert "load_model" in description()
+
+
+@pytest.mark.processes  # torch starts ldconfig
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
+def test_model_takes_other_image_sizes_if_the_network_does(scene: Scene) -> None:
+    import mlflow.pyfunc
+    import torch
+
+    from hpcdist.checkpoint.export import export_model
+    from hpcdist.data.datasets import build_model
+
+    net = build_model("resnet18", num_classes=3, in_channels=3, image_size=32).eval()
+    export_model(net, torch.rand(2, 3, 32, 32), scene.run)
+    complete_model(scene.run, scene.uri)
+    model = mlflow.pyfunc.load_model(str(scene.run.model))
+    assert model.metadata.signature.inputs.inputs[0].shape == (-1, 3, -1, -1)
+    for images in (torch.rand(1, 3, 32, 32), torch.rand(3, 3, 96, 40)):
+        assert np.allclose(model.predict(images.numpy()), net(images).detach().numpy(), atol=1e-4)
+    of_one_size = build_model("simple_cnn", num_classes=3, in_channels=1, image_size=28)
+    export_model(of_one_size, torch.rand(2, 1, 28, 28), scene.run)
+    complete_model(scene.run, scene.uri)
+    assert mlflow.pyfunc.load_model(str(scene.run.model)).metadata.signature.inputs.inputs[0].shape == (-1, 1, 28, 28)
