@@ -51,6 +51,7 @@ def load_digits(folder: str | None) -> tuple[Dataset, Dataset]:
 
     digits = load()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = F.interpolate(images, 28)  # as large as those of MNIST
     classes = torch.tensor(digits.target)
     num_training = 4 * len(classes) // 5
     training = TensorDataset(images[:num_training], classes[:num_training])
@@ -58,17 +59,19 @@ def load_digits(folder: str | None) -> tuple[Dataset, Dataset]:
 
 
 class Network(nn.Module):
+    """Has the names and sizes of the model `simple_cnn`, which can start from its weights."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.pool = nn.AdaptiveAvgPool2d(4)
-        self.classifier = nn.Linear(32 * 4 * 4, 10)
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.fc1 = nn.Linear(64 * 7 * 7, 128)
+        self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        hidden = F.relu(self.conv1(images))
-        hidden = F.relu(self.conv2(hidden))
-        return self.classifier(self.pool(hidden).flatten(1))
+        hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
+        hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
+        return self.fc2(F.relu(self.fc1(hidden.flatten(1))))
 
 
 def accuracy(model: nn.Module, test: Dataset, device: torch.device) -> float:

@@ -14,6 +14,7 @@ import argparse
 import os
 import threading
 import time
+from collections import OrderedDict
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -28,22 +29,23 @@ NUM_CLASSES = 10
 STAGES = ("stage0", "stage1")
 
 
-class Stage(nn.Module):
-    """The layers of a ResNet-50 up to the second block, or those after it."""
+LAYERS = (("conv1", "bn1", "relu", "maxpool", "layer1", "layer2"), ("layer3", "layer4", "avgpool", "flatten", "fc"))
+
+
+class Stage(nn.Sequential):
+    """The layers of a ResNet-50 up to the second block, or those after it, with their names in torchvision."""
 
     def __init__(self, index: int) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
         network = resnet50(num_classes=NUM_CLASSES)
-        first = [network.conv1, network.bn1, network.relu, network.maxpool, network.layer1, network.layer2]
-        second = [network.layer3, network.layer4, network.avgpool, nn.Flatten(1), network.fc]
-        self.layers = nn.Sequential(*(second if index else first))
+        network.flatten = nn.Flatten(1)
+        super().__init__(OrderedDict((name, network.get_submodule(name)) for name in LAYERS[index]))
+        self.lock = threading.Lock()
 
     def forward(self, reference: rpc.RRef[Tensor]) -> Tensor:
         # Fetches its input from the process that has it: the outputs of a stage do not pass through the master.
         inputs = reference.to_here()
         with self.lock:  # micro-batches arrive in several threads, and BatchNorm counts
-            return self.layers(inputs)
+            return super().forward(inputs)
 
     def parameter_references(self) -> list[rpc.RRef[nn.Parameter]]:
         return [rpc.RRef(parameter) for parameter in self.parameters()]
@@ -85,7 +87,7 @@ def master(num_steps: int, batch_size: int, image_size: int, splits: list[int]) 
         seconds = (time.perf_counter() - began) / num_steps
         hpcdist.log({f"train/seconds_with_{num_splits}_splits": seconds}, step)
         print(f"{num_splits} splits: {seconds:.2f} s for a step", flush=True)
-    weights = {name: stage.rpc_sync().state_dict() for name, stage in zip(STAGES, pipeline.stages, strict=True)}
+    weights = pipeline.stages[0].rpc_sync().state_dict() | pipeline.stages[1].rpc_sync().state_dict()
     torch.save(weights, hpcdist.checkpoint_dir() / "resnet50.pt")
 
 

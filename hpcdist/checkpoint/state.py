@@ -17,10 +17,11 @@ from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hpcdist.checkpoint.store import MODEL_FILE, TRAINER_FILE, FileRecord, load_file, save_file, shard_name, verified
+from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_name, verified
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder
+from hpcdist.run.checkpoint_files import MODEL_FILE, TRAINER_FILE
 
 
 def clean_names(module: nn.Module) -> dict[str, str]:
@@ -241,6 +242,11 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     Raises CheckpointError if the checkpoint is incomplete, has changed, or contains anything other than plain data.
     """
     folder = Path(path)
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file, not the folder of a checkpoint: load its weights with"
+            " torch.load(path, weights_only=True), or those of a .safetensors file with safetensors.torch.load_file"
+        )
     manifest = verified(folder)
     weights = load_file(folder / MODEL_FILE)
     shard_names = sorted(manifest.files.keys() - {MODEL_FILE, TRAINER_FILE})

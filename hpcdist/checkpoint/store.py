@@ -39,12 +39,17 @@ from hpcdist.host import retry as file_retry
 from hpcdist.host.files import fsync_folder, open_regular, write_atomic
 from hpcdist.host.json_files import read_json_value, stamped, unstamped
 from hpcdist.host.retry import retry
-from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, folder_name, step_of
+from hpcdist.run.checkpoint_files import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    SAMPLES_FILE,
+    TRAINER_FILE,
+    folder_name,
+    step_of,
+)
 
 log = logging.getLogger(__name__)
 
-MODEL_FILE = "model.pt"
-TRAINER_FILE = "trainer.pt"
 #: How long a read is retried, in seconds. A broken disk block causes the same error as an unreachable file server, so
 #: after this time an older checkpoint is used.
 READ_TIMEOUT_S = 30.0
@@ -472,13 +477,18 @@ def verified(folder: Path) -> Manifest:
     return manifest
 
 
-def load_file(path: Path) -> dict[str, Any]:
+def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Load a file of a checkpoint to host memory.
+
+    Args:
+        mmap: map the file instead of reading it, so that processes of a machine share its memory.
 
     Raises CheckpointError if the file cannot be read, or contains anything other than a dict of plain data.
     """
     try:
-        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_TIMEOUT_S)
+        content = retry(
+            lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), path, within_s=READ_TIMEOUT_S
+        )
     except Exception as error:
         # The first line of torch's refusal advises to load the file without this protection, so it is not shown.
         refusal = _REFUSED.search(str(error))

@@ -448,10 +448,17 @@ def export(
         hpcdist export --format safetensors
         hpcdist export first --checkpoint final --output digits.pt
     """
+    from hpcdist.config.training_schema import WEIGHT_SUFFIXES
     from hpcdist.config.written import read_stored
     from hpcdist.run.lookup import resolve_run
 
-    folder = resolve_run(named(run), options.runs_dir())
+    name = named(run)
+    if name.endswith(WEIGHT_SUFFIXES) and Path(name).is_file():
+        raise UserMistake(
+            f"{name} is a file of weights, not a run, and other programs load it as it is: a run starts from it with"
+            f" model.init_from={name}"
+        )
+    folder = resolve_run(name, options.runs_dir())
     monitored = read_stored(folder.config).config.checkpoint
 
     try:

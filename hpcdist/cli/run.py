@@ -139,10 +139,13 @@ def run_here(
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
+    from hpcdist.tracking.weight_source import find_weights
 
     spawn = _find_spawn(config, unfinished or like)
     plan, uri = resolve_start(config, spawn)
+    weights = None
     if unfinished is None:
+        weights = find_weights(config, os.environ)
         problems = new_run_problems(config, plan.num_ranks)
         if problems:
             raise ConfigError(*problems)
@@ -169,7 +172,7 @@ def run_here(
         return 0
     run = unfinished
     if run is None:
-        run = create.create_run(config, Path.cwd(), origin=origin, like=like)
+        run = create.create_run(config, Path.cwd(), origin=origin, like=like, weights=weights)
     return supervise_here(run, config, plan, uri, follow=follow, show=show)
 
 
@@ -257,7 +260,8 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
         env=os.environ,
         rootless_daemon=program.is_rootless_daemon(),
     )
-    for path in (file, config.trainer.script_file):
+    weights = Path(config.model.init_from)
+    for path in (file, config.trainer.script_file, weights if weights.is_absolute() else None):
         if path is not None and not path.is_relative_to(cwd):
             folder = str(path.parent)
             spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
@@ -411,10 +415,12 @@ def submit_run(
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.placement import rank_table_lines
+    from hpcdist.tracking.weight_source import find_weights
 
     ranks = "\n".join(rank_table_lines(config))
     # The trainer of a run like another one is in the copy of its code.
     cwd = Path.cwd() if like is None else None
+    weights = find_weights(config, os.environ)
     if dry_run:
         submit_checks.check_config(config, cwd)
         script, step = render(config, RunDir(config.folder), flags)
@@ -426,7 +432,7 @@ def submit_run(
     say(ranks)
     if test:
         return 0
-    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, like=like)
+    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, like=like, weights=weights)
     return enqueue(run, config, flags, follow=follow)
 
 

@@ -22,10 +22,12 @@ from hpcdist.run.config_change import change_config
 from hpcdist.run.config_origin import Origin, load_origin
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State, StopRequest
+from hpcdist.run.initial_weights import WeightSource
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job, query_jobs, status_of
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
+from hpcdist.tracking.weight_source import find_weights
 
 #: Time between two looks at the statuses of cells.
 _POLL_S = 0.5
@@ -272,19 +274,25 @@ class Choice:
     run: RunDir
     runs: bool  #: whether the cell is started
     why: str  #: status of the cell: new, failed, finished, running …
+    weights: WeightSource | None = None  #: what `model.init_from` of a new cell names
 
 
 def choose(sweep: Sweep) -> list[Choice]:
-    """Select the cells that are new, failed, stopped or lost. Raises RunFolderError for folders of other runs."""
+    """Select the cells that are new, failed, stopped or lost.
+
+    Raises RunFolderError for folders of other runs, and ConfigError if `model.init_from` of a new cell names nothing.
+    """
     runs = [RunDir(sweep.folder.parent / cell.name) for cell in sweep.cells]
     snapshots = query_jobs(runs)
     choices = []
     for cell, run in zip(sweep.cells, runs, strict=True):
-        must_run, why = True, "new"
-        if not _is_new(run, sweep):
+        must_run, why, weights = True, "new", None
+        if _is_new(run, sweep):
+            weights = find_weights(cell.config, os.environ)
+        else:
             require_trusted(run.path, "run --sweep")
             must_run, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
-        choices.append(Choice(cell=cell, run=run, runs=must_run, why=why))
+        choices.append(Choice(cell=cell, run=run, runs=must_run, why=why, weights=weights))
     return choices
 
 
@@ -335,7 +343,8 @@ def prepare(
         for choice in choices:
             if choice.why == "new":
                 shutil.rmtree(choice.run.path, ignore_errors=True)
-                made.append(create_run(choice.cell.config, cwd, launcher=launcher, origin=origin))
+                run = create_run(choice.cell.config, cwd, launcher=launcher, origin=origin, weights=choice.weights)
+                made.append(run)
             else:
                 with hold(choice.run):
                     change_config(choice.run, choice.cell.config)

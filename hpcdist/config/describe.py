@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from hpcdist.config.cluster_schema import RoleRequest
 from hpcdist.config.conversion import default_of
 from hpcdist.config.document import NODE_RANGE, SHORT_FORMS, TYPED_GPUS
-from hpcdist.config.schema import NO_KEYS, Config, unused_sections
+from hpcdist.config.schema import NO_KEYS, Config, is_unused
 from hpcdist.config.trainer_declaration import trainer_sections
 from hpcdist.config.written import declaration
 
@@ -63,10 +63,9 @@ def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
 
 def describe_trainer(config: Config, folder: Path) -> list[tuple[str, str, Any, str]]:
     """Return the keys that the trainer of a config reads, its own first, like `describe`."""
-    unused: set[str] = set()
+    shared = describe()
     if not config.trainer.script:
-        unused = unused_sections(config.trainer.target)
-    shared = [row for row in describe() if row[0].partition(".")[0] not in unused]
+        shared = [row for row in shared if not is_unused(config.trainer.target, row[0])]
     declared = declaration(config.trainer, folder)
     if declared is None:
         return shared

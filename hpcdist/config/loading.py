@@ -22,6 +22,7 @@ from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, 
 from hpcdist.config.section import map_paths
 from hpcdist.config.slurm_notation import minutes_of
 from hpcdist.config.trainer_declaration import find_trainer, trainer_sections
+from hpcdist.config.training_schema import WEIGHT_SUFFIXES
 from hpcdist.config.written import restore_secrets, stored_document, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host.json_files import unstamped
@@ -476,6 +477,9 @@ def _resolve(config: Config, source: str) -> Config:
         "data": map_paths(config.data, "data.", absolute),
         "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
     }
+    weights = config.model.init_from
+    if weights.endswith(WEIGHT_SUFFIXES) or weights.startswith(("/", "./", "../", "~")):  # otherwise the name of a run
+        changes["model"] = replace(config.model, init_from=absolute("model.init_from", weights))
     path = config.trainer.script_file
     if path is not None:
         # torchrun resolves the script in the current folder, which differs from that of ranks and of later resumes.

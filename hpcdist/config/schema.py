@@ -30,13 +30,27 @@ from hpcdist.config.training_schema import (
 )
 from hpcdist.errors import ConfigError
 
+#: The keys on the first weights, which every trainer of a model reads, also one without the rest of the section.
+INITIAL_WEIGHT_KEYS = ("model.init_from", "model.init_from_skip")
+
 
 def unused_sections(trainer: str) -> set[str]:
-    """Return the keys of the sections that a shipped trainer does not read; none for any other code."""
+    """Return the keys of the sections that a shipped trainer does not read; none for any other code.
+
+    Of the section `model` a trainer of a model reads the INITIAL_WEIGHT_KEYS in any case: see `is_unused`.
+    """
     declared = find_trainer(trainer)
     if declared is None:
         return set()
     return {*trainer_names(), *shared_sections()} - {trainer, *declared.shared_sections}
+
+
+def is_unused(trainer: str, key: str) -> bool:
+    """Return whether a shipped trainer does not read a dotted key of the config; False for any other code."""
+    declared = find_trainer(trainer)
+    if declared is not None and key in INITIAL_WEIGHT_KEYS:
+        return declared.is_benchmark
+    return key.partition(".")[0] in unused_sections(trainer)
 
 
 S = TypeVar("S")
@@ -169,6 +183,8 @@ def cross_check(config: Config) -> list[str]:
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:
         problems += _trainer_problems(config)
+    elif config.model.init_from:
+        problems.append("model.init_from is not for scripts, which load their weights themselves: remove it")
     nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
     for keys, ranks in (("cluster.nodes × tasks_per_node", nodes * tasks), ("roles", sum(config.roles.values()))):
         if ranks > MAX_RANKS:

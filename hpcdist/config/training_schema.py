@@ -56,9 +56,13 @@ def _is_module_name(text: str) -> bool:
     return all(part.isidentifier() for part in text.split("."))
 
 
+#: Endings of the files that `model.init_from` reads.
+WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model, and how it is executed."""
+class ModelConfig(ConfigSection):
+    """The model, the weights it starts from, and how it is executed."""
 
     name: str = "simple_cnn"
     """`simple_cnn`, or one of torchvision's ResNets (`resnet18` … `resnet152`, `wide_resnet50_2`, …)."""
@@ -66,6 +70,15 @@ class ModelConfig:
     """Use the channels-last memory format: faster convolutions on GPUs, and on CPUs for large images."""
     compile: bool = False
     """Compile the model with torch.compile; the names in checkpoints do not change."""
+    init_from: str = ""
+    """Start from weights: a `.pt`, `.pth` or `.safetensors` file, a checkpoint, a run, or `models:/NAME@ALIAS`."""
+    init_from_skip: list[str] = field(default_factory=list)
+    """Patterns of the weights that `init_from` leaves out, such as `[fc.*]` for a new head."""
+
+    def problems(self) -> list[str]:
+        if self.init_from_skip and not self.init_from:
+            return ["init_from_skip needs init_from: set it, or remove init_from_skip"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.uri import is_server, resolve_uri
+from hpcdist.tracking.weight_source import find_weights
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +276,8 @@ def _create_in_job(
     if problems:
         raise ConfigError(*problems)
     try:
-        run = create.create_run(config, cwd, launcher="slurm", origin=origin)
+        weights = find_weights(config, env)
+        run = create.create_run(config, cwd, launcher="slurm", origin=origin, weights=weights)
     except RunFolderError as error:
         raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
     # Last: with this file the folder is complete, and a requeued job continues with it.

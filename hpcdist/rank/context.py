@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
 from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
@@ -161,6 +162,8 @@ class Context:
         self._loop_ranks = groups  #: the ranks that count steps
         self._steps: Steps | None = None
         self._has_restored = False
+        self._start_folder: str | None = None  #: see `_newest_checkpoint`; None before the search
+        self._has_init = False  #: whether the trainer has asked for the weights of `model.init_from`
         self._restored: Restored | None = None  #: the restored checkpoint, until `steps` has loaded it
         self._rank_states: list[dict[str, Any]] = []  #: states of all ranks in the restored checkpoint
         self._saved_step = -1  #: step of the checkpoint that was saved or restored last
@@ -293,6 +296,29 @@ class Context:
         else:
             self._heartbeat.note_logged({}, step)
 
+    def init_from(self, module: nn.Module) -> None:
+        """Load the weights that `model.init_from` names into a module, unless the run continues from a checkpoint.
+
+        Call it on every rank, before the module is sharded and before `steps` or `restore`; after `restore`, any rank
+        may call it alone. Without `model.init_from`, and with a checkpoint, the call has no effect.
+
+        Args:
+            module: the model, wrapped or bare.
+
+        Raises ConfigError if a name or shape does not fit; `model.init_from_skip` leaves weights out.
+        """
+        load_into(module, self.initial_weights(module))
+
+    def initial_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return what `init_from` would load, by the names of the bare model; empty if it would load nothing.
+
+        For a model whose parts are on several ranks: `module` is the whole model, which may be on the device `meta`.
+        """
+        self._has_init = True
+        if not self._config.model.init_from or self._newest_checkpoint():
+            return {}
+        return initial_weights(self.run, module, self._config.model.init_from_skip)
+
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Export the final model for `mlflow.pytorch.load_model`. Only rank 0 writes; the others need not wait for it.
 
@@ -323,6 +349,8 @@ class Context:
         Raises CheckpointError if a save in the background has failed, and RuntimeError if another rank has died.
         """
         self._refuse_in_loop("should_stop", "ctx.steps asks after each step")
+        if self._is_first_step:
+            self._require_init()
         self._saver.check()
         self._shard_writer.check()
         self._heartbeat.step = step
@@ -504,6 +532,31 @@ class Context:
         if self._steps is not None:
             raise TrainerError("ctx.restore: ctx.steps has restored the checkpoint: leave out the call")
         self._has_restored = True
+        path = self._newest_checkpoint()
+        if not path:
+            self._notes.begin(0)
+            self._set_generators([])
+            return None
+        self._restored = self._load_checkpoint(Path(path))
+        return self._restored
+
+    def _require_init(self) -> None:
+        """Raise TrainerError if the config names weights, and a new run has made a step without asking for them."""
+        source = self._config.model.init_from
+        # With roles, rank 0 may have no model.
+        if source and not self._has_init and not self._start_folder and not self._config.roles:
+            raise TrainerError(
+                f"model.init_from={source} has no effect: the trainer does not call ctx.init_from(module) before its"
+                " loop: add the call, or leave the key out"
+            )
+
+    def _newest_checkpoint(self) -> str:
+        """Return the folder of the newest valid checkpoint at the start of this attempt; empty without one.
+
+        The first call is one of all ranks: rank 0 searches.
+        """
+        if self._start_folder is not None:
+            return self._start_folder
         path = ""
         if self.is_main:
             self._store.remove_leftovers()
@@ -511,13 +564,8 @@ class Context:
             if newest is not None:
                 path = str(newest.path)
         with call_of_all_ranks("ctx.restore"):
-            path = self.groups.broadcast(path)
-        if not path:
-            self._notes.begin(0)
-            self._set_generators([])
-            return None
-        self._restored = self._load_checkpoint(Path(path))
-        return self._restored
+            self._start_folder = self.groups.broadcast(path)
+        return self._start_folder
 
     def _load_checkpoint(self, folder: Path) -> Restored:
         """Load a checkpoint of which rank 0 has verified the hashes, and restore the state of the context."""

@@ -13,10 +13,13 @@ from hpcdist.run.folder import RunDir
 
 #: Written last: a checkpoint without it is incomplete.
 MANIFEST_FILE = "manifest.json"
+#: In each checkpoint: the state dict of the model; the state of the trainer and of each rank.
+MODEL_FILE = "model.pt"
+TRAINER_FILE = "trainer.pt"
 #: Per-sample results of the evaluation at a checkpoint, if the trainer calls `ReportData.log_samples`.
 SAMPLES_FILE = "samples.npy"
-#: In `exported/`: the program of torch.export, and its example with the arrays `inputs`, `outputs` and torch's version
-#: (`torch`).
+#: In `exported/`: the program of torch.export, and its example with the arrays `inputs` and `outputs`, torch's version
+#: (`torch`), and the dimensions of the inputs whose size may differ (`free`).
 PROGRAM_FILE = "model.pt2"  #: the name by which mlflow.pytorch finds it
 EXAMPLE_FILE = "example.npz"
 

@@ -22,6 +22,7 @@ from hpcdist.host.json_files import read_json
 from hpcdist.run import kept_secrets, snapshot
 from hpcdist.run.config_origin import Origin, write_origin
 from hpcdist.run.folder import RunDir
+from hpcdist.run.initial_weights import WeightSource
 from hpcdist.run.trainer_source import defined_names, module_specs, parse_module
 
 
@@ -172,14 +173,23 @@ def _check_syntax(key: str, file: Path) -> None:
 
 
 def create_run(
-    config: Config, cwd: Path, *, launcher: str = "local", origin: Origin | None = None, like: RunDir | None = None
+    config: Config,
+    cwd: Path,
+    *,
+    launcher: str = "local",
+    origin: Origin | None = None,
+    like: RunDir | None = None,
+    weights: WeightSource | None = None,
 ) -> RunDir:
-    """Create the folder of a run: its config, its secrets and a copy of its code. An error removes the folder.
+    """Create the folder of a run: its config, its secrets and copies of its code and of its first weights.
+
+    An error removes the folder.
 
     Args:
         cwd: folder of the code, unless `like` is given.
         launcher: recorded in `environment.json`.
         like: the run whose code the new run gets.
+        weights: what `model.init_from` names.
     """
     run = RunDir.create(config.folder)
     try:
@@ -194,6 +204,8 @@ def create_run(
             code = snapshot.take_from(like, config, run, cwd)
             snapshot.write_environment(run, code, launcher=launcher, like=likeness(like))
             _check_copied_code(config, run, code)
+        if weights is not None:
+            weights.copy_to(run.init_from)
     except BaseException:
         with suppress(OSError):  # the first error explains more
             retry.retry(lambda: shutil.rmtree(run.path), run.path)

@@ -18,6 +18,7 @@
         journal/sent-points.json                 offsets of the records that MLflow has received
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received
+        init_from/                               copy of the weights that `model.init_from` names, and their origin
         checkpoints/step-00000100/               weights, state of the trainer, manifest
         exported/                                program of the final model, until the shipper has made model/ of it
         model/                                   the final model in MLflow's layout
@@ -388,6 +389,7 @@ class RunDir:
         self.code = path / "code"
         self.patch = path / "code.patch"
         self.journal = path / "journal"
+        self.init_from = path / "init_from"
         self.checkpoints = path / "checkpoints"
         self.exported = path / "exported"
         self.model = path / "model"

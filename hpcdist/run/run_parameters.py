@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpcdist.config.redaction import redact_tree
-from hpcdist.config.schema import unused_sections
+from hpcdist.config.schema import INITIAL_WEIGHT_KEYS, is_unused
 from hpcdist.config.written import StoredConfig
 from hpcdist.run.config_origin import LOCATION, Origin, read_origin
 from hpcdist.run.folder import RunDir
@@ -63,10 +63,11 @@ def _is_chosen(key: str, value: Any, origin: Origin | None) -> bool:
 
 
 def _values_with_effect(stored: StoredConfig) -> dict[str, Any]:
-    unused = unused_sections(stored.config.trainer.target)
     values = {}
     for key, value in stored.values.items():
-        if key.partition(".")[0] in unused:
+        if is_unused(stored.config.trainer.target, key):
+            continue
+        if key in INITIAL_WEIGHT_KEYS and not stored.config.model.init_from:
             continue
         if value == {} or key == "trainer.script":
             continue

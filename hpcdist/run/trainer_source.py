@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from hpcdist.config.schema import Config, unused_sections
+from hpcdist.config.schema import INITIAL_WEIGHT_KEYS, Config, is_unused, unused_sections
 from hpcdist.config.trainer_declaration import find_trainer, shared_sections, trainer_sections
 from hpcdist.errors import few
 from hpcdist.run.snapshot import find_module, trainer_place
@@ -137,7 +137,10 @@ def unread_keys(config: Config, keys: Sequence[str], cwd: Path) -> str:
     unread = sections - read
     keys_without_effect = []
     for key in keys:
-        if key.partition(".")[0] in unread and key not in _READ_BY_HPCDIST:
+        has_effect = key.partition(".")[0] not in unread or key in _READ_BY_HPCDIST
+        if key in INITIAL_WEIGHT_KEYS:  # those of a trainer of your own are read by `ctx.init_from`
+            has_effect = not is_unused(config.trainer.target, key)
+        if not has_effect:
             keys_without_effect.append(key)
     if not keys_without_effect:
         return ""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from hpcdist.config.document import flat
@@ -11,6 +12,7 @@ from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.host.json_files import read_json
 from hpcdist.run.config_origin import PLAIN_SCRIPT, is_generated, overrides, read_origin
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.initial_weights import read_origin_of_weights
 from hpcdist.run.job_record import job_starts
 from hpcdist.run.run_parameters import parameters, script_arguments
 from hpcdist.run.sweeps import affects_results, label
@@ -68,6 +70,9 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
     if container:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
+    weights = read_origin_of_weights(run)
+    if weights is not None:
+        facts["init_from"] = {key: value for key, value in asdict(weights).items() if value not in ("", None)}
     rank_environment = read_json(run.rank_environment)
     if rank_environment:
         facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}

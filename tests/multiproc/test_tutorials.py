@@ -1,6 +1,7 @@
 """The programs of examples/tutorials, alone and with `hpcdist run`."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,10 @@ import pytest
 import torch
 from hpcdist_runs import Runs, unused_port
 from tutorials import FOLDER, TUTORIALS, Tutorial
+
+from hpcdist.checkpoint.initial_weights import fitted, read_weights, wanted_shapes
+from hpcdist.data.datasets import build_model
+from hpcdist.run.initial_weights import weight_file
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.name)
@@ -25,7 +30,37 @@ def test_program_alone(tutorial: Tutorial, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert tutorial.output in done.stdout
-    assert torch.load(tmp_path / "checkpoints" / tutorial.weights, weights_only=True)
+    file = tmp_path / "checkpoints" / tutorial.weights
+    assert torch.load(file, weights_only=True)
+    if tutorial.name in SHIPPED_MODELS:
+        assert fitting(file, tutorial.name, tmp_path) == wanted_shapes(SHIPPED_MODELS[tutorial.name]()).keys()
+
+
+#: The shipped models that start from the weights of a tutorial.
+SHIPPED_MODELS = {
+    "ddp_mnist": lambda: build_model("simple_cnn", num_classes=10, in_channels=1, image_size=28),
+    "pipeline_resnet50": lambda: build_model("resnet50", num_classes=10, in_channels=3, image_size=32),
+}
+
+
+def fitting(file: Path, name: str, folder: Path) -> set[str]:
+    """Return the names of the weights in a tutorial's file that the shipped model starts from."""
+    source = weight_file(str(file))
+    source.copy_to(folder / "init_from")
+    weights = read_weights(folder / "init_from")
+    return set(fitted(weights, wanted_shapes(SHIPPED_MODELS[name]()), [], source.origin))
+
+
+@pytest.mark.parametrize("name", SHIPPED_MODELS)
+def test_weights_of_a_tutorial_fit_the_shipped_model(name: str, tmp_path: Path) -> None:
+    """The test above does the same with the file that the program writes."""
+    program = runpy.run_path(str(FOLDER / f"{name}.py"))
+    if name == "ddp_mnist":
+        parts = {"epoch": 1, "model": program["Network"]().state_dict(), "optimizer": {"state": {}}}
+    else:
+        parts = program["Stage"](0).state_dict() | program["Stage"](1).state_dict()
+    torch.save(parts, tmp_path / "weights.pt")
+    assert fitting(tmp_path / "weights.pt", name, tmp_path) == wanted_shapes(SHIPPED_MODELS[name]()).keys()
 
 
 @pytest.mark.parametrize(

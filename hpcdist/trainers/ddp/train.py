@@ -46,6 +46,7 @@ def train(ctx: Context, cfg: Config) -> None:
     scaler = build_scaler(ctx, cfg)
     # The newest valid checkpoint, None without one. It fixes the micro-batches of elastic runs, for `steps_per_epoch`.
     saved = ctx.restore()
+    ctx.init_from(model)  # without a checkpoint: the weights of `model.init_from`, if it is set
     position = None
     if saved is not None:
         position = saved.trainer["position"]

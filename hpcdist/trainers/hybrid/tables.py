@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
@@ -213,6 +213,12 @@ class TableShard:
             states[name] = {key: self.table_rows(table, matrix) for key, matrix in self.optimizer.state.items()}
         return Shard(model=weights, rows=first_and_total, trainer={"step": self.optimizer.step, "state": states})
 
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy this server's rows of the whole tables in `weights`, by the names of `ClickModel`."""
+        for table, span in self._spans.items():
+            if weight_name(table) in weights:
+                self.table_rows(table).copy_(weights[weight_name(table)][span.start : span.stop])
+
     def load(self, shards: Iterable[Mapping[str, Any] | None]) -> None:
         """Load this server's rows from shards of any number of servers, one at a time, until it has all rows."""
         num_missing = {table: len(span) for table, span in self._spans.items()}
@@ -383,8 +389,12 @@ class TableServer:
             self._group.send([tensor], trainer, tag).wait()
 
 
-def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
-    """Hold this server's rows of the tables until rank 0 leaves."""
+def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup, whole: nn.Module) -> None:
+    """Hold this server's rows of the tables until rank 0 leaves.
+
+    Args:
+        whole: the whole model, on the device `meta`.
+    """
     shard = TableShard(layout, ctx.roles.own_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
     server = TableServer(shard, exchange, ctx.roles.ranks_of("trainer"))
     # Not a context manager: after an error its exit would wait for a thread that waits for a lost peer.
@@ -395,6 +405,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
 
     with rpc_group(ctx, {"table_rows": lambda table: shard.table_rows(table).cpu()}) as group:
         saved = ctx.restore()
+        shard.start_from(ctx.initial_weights(whole))
         if saved is not None:
             own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
             shard.load(saved.shard(rank) for rank in own_first)

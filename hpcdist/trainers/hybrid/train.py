@@ -28,6 +28,7 @@ import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpcdist.checkpoint.initial_weights import load_into
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -62,7 +63,7 @@ def train(ctx: Context, cfg: Config) -> None:
     exchange: Any = gloo_group(range(ctx.world_size), ctx.groups.timeout)
     dense_group = make_dense_group(ctx)
     if ctx.roles.own == "parameter_server":
-        serve_tables(ctx, cfg, layout, exchange)
+        serve_tables(ctx, cfg, layout, exchange, whole_on_meta(hybrid))
         return
     # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses `exchange`.
     with rpc_group(ctx) as rpc:
@@ -254,6 +255,8 @@ def open_dense_part(
     model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; servers restore in `serve_tables`
+    initial = ctx.initial_weights(whole_on_meta(hybrid))  # of `model.init_from`; servers load their rows
+    load_into(nn.ModuleDict({"dense": model.module}), initial)
     position = None
     if saved is not None:
         weights = {name.removeprefix("dense."): value for name, value in saved.model.items()}
@@ -386,6 +389,12 @@ def dense_part(cfg: HybridConfig) -> nn.Sequential:
         layers += [nn.Linear(num_inputs, width), nn.ReLU()]
         num_inputs = width
     return nn.Sequential(*layers, nn.Linear(num_inputs, 1))
+
+
+def whole_on_meta(cfg: HybridConfig) -> nn.Module:
+    """Return the whole model without memory: its names and shapes."""
+    with torch.device("meta"):
+        return ClickModel(cfg, bag_size=1)
 
 
 class ClickModel(nn.Module):

@@ -245,6 +245,7 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     memory_format = memory_format_of(cfg)
     model = model.to(memory_format=memory_format)
     saved = ctx.restore()
+    ctx.init_from(model)  # each stage takes its part below
     # At least 2: batch norm needs more than one value of a channel.
     micro_batch_size = max(2, cfg.data.batch_size // pipeline.num_micro_batches)
     shape = (micro_batch_size, RGB_CHANNELS, data.image_size, data.image_size)

@@ -73,6 +73,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.report.log_dataset(problem.name, split="environment", digest=digest, source=problem.source)
     ctx.report.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
+    ctx.init_from(policy)  # without a checkpoint: the weights of `model.init_from`; observers get them from the agent
     with rpc_group(ctx, {}) as rpc:
         ctx.roles.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
         agent = open_agent(ctx, cfg, problem, policy, rpc, saved)

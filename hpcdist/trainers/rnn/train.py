@@ -38,6 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.initial_weights import load_into
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -91,6 +92,8 @@ def train(ctx: Context, cfg: Config) -> None:
     texts = trainers.broadcast(texts)
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
+    initial = ctx.initial_weights(whole_on_meta(cfg, vocab_size))  # of `model.init_from`; servers load their rows
+    load_into(nn.ModuleDict({"lstm": lstm}), initial)
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.roles.own_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(ctx, cfg, lstm, client, trainers, lstm_group)
@@ -402,6 +405,7 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
         is_async=rnn.mode == "async",
     )
     saved = ctx.restore()
+    server.start_from(ctx.initial_weights(whole_on_meta(cfg, vocab_size)))
     if saved is not None:
         server.restore(saved)
     return server
@@ -438,6 +442,12 @@ def build_lstm(cfg: RnnConfig) -> nn.LSTM:
     if cfg.num_layers > 1:  # with one layer torch warns about dropout, which applies between layers
         dropout = cfg.dropout
     return nn.LSTM(cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=dropout)
+
+
+def whole_on_meta(cfg: Config, vocab_size: int) -> LanguageModel:
+    """Return the whole model without memory: its names and shapes."""
+    with torch.device("meta"):
+        return LanguageModel(cfg.section(RnnConfig), vocab_size)
 
 
 def whole_model(cfg: Config, learner: Learner) -> LanguageModel:

@@ -352,6 +352,12 @@ class VocabularyServer:
             trainer={"decoder": self.decoder_optimizer.state_dict(), "rows": self.row_optimizer.state_dict()},
         )
 
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy this server's rows of the whole tables in `weights`, by the names of `LanguageModel`."""
+        for name, rows in self.named_rows.items():
+            if name in weights:
+                rows.copy_(weights[name][self.start : self.stop])
+
     def restore(self, saved: Restored) -> None:
         """Load rows and optimizer states from the shards of any number of servers."""
         check_vocab_size(saved, self.vocab_size)

@@ -122,6 +122,8 @@ def test_load_weights_returns_the_model_and_verifies_hashes(
         load_weights(path)
     with pytest.raises(CheckpointError, match=r"nowhere: manifest.json cannot be read"):
         load_weights(store.folder / "nowhere")
+    with pytest.raises(CheckpointError, match=r"model.pt is a file, not the folder of a checkpoint: load its weights"):
+        load_weights(path / "model.pt")
     manifest = read_manifest(path)
     monkeypatch.setattr(checkpoint_store, "read_manifest", lambda _: manifest)  # the file changes after it
     (path / "model.pt").unlink()

@@ -217,6 +217,11 @@ def test_format_of_an_export_follows_from_the_ending(hpcdist: Cli, run: RunDir, 
     assert torch.load(tmp_path / "a.pt", weights_only=True)["w"].tolist() == [10, 10]
     assert hpcdist("export", run.name, "--output", "b.safetensors").code == 0
     assert safetensors.torch.load_file(tmp_path / "b.safetensors")["w"].tolist() == [10, 10]
+    message = one_line(hpcdist("export", "a.pt", "--output", "b.safetensors"))
+    assert message == (
+        "a.pt is a file of weights, not a run, and other programs load it as it is: a run starts from it with"
+        " model.init_from=a.pt"
+    )
     for words in ((), ("--output", "weights.bin")):
         message = one_line(hpcdist("export", run.name, *words))
         assert message.startswith("no format: add --format safetensors or --format torch, or an --output ")

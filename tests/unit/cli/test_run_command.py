@@ -55,6 +55,26 @@ def test_unusable_code_is_rejected_before_anything_is_written(
     assert list(tmp_path.iterdir()) == [code]
 
 
+@pytest.mark.parametrize("words", [(), ("--dry-run",), ("--sweep", "seed=1,2")], ids=["run", "dry run", "sweep"])
+def test_missing_weights_are_an_error_before_anything_is_written(
+    hpcdist: Cli, supervised: Seen, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    message = one_line(hpcdist("run", "ddp_digits", "name=first", "model.init_from=old.pth", *words))
+    assert message == f"model.init_from: {tmp_path}/old.pth cannot be read: No such file or directory"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_has_a_copy_of_the_weights_it_starts_from(hpcdist: Cli, supervised: Seen, tmp_path: Path) -> None:
+    (tmp_path / "old.pth").write_bytes(b"\x80\x02 a file of an old torch")
+    for name, words in (("first", ()), ("second", ("--sweep", "seed=1,2"))):
+        result = hpcdist("run", "rl_cartpole", f"name={name}", "model.init_from=./old.pth", *words)
+        assert "without effect" not in result.err + result.out
+    copies = sorted((tmp_path / "runs").rglob("init_from/weights.pt"))
+    assert [copy.read_bytes() for copy in copies] == [(tmp_path / "old.pth").read_bytes()] * 3
+    note = "note: without effect: model.init_from, since the trainer comm does not read them"
+    assert note in hpcdist("run", "bench_comm", "name=third", "model.init_from=./old.pth").out
+
+
 def test_run_prints_the_plan_and_ends_with_the_status(hpcdist: Cli, supervised: Seen, tmp_path: Path) -> None:
     supervised["ends"] = State(status="failed", reason="a reason")
     result = hpcdist("run", "ddp_digits", "name=first", "launch.num_ranks=3")

@@ -118,6 +118,9 @@ from hpcdist.errors import ConfigError, shown
          "container.env must hold names such as WANDB_MODE or UCX_*, never values, got"),
         ("{container: {runtime: apptainer, image: a}, cluster: {environment: {kind: venv, path: /a}}}",
          "cluster.environment.kind=venv and container.runtime=apptainer exclude each other: set one of them to none"),
+        ("model: {init_from_skip: [fc.*]}", "model.init_from_skip needs init_from: set it, or remove init_from_skip"),
+        ("{model: {init_from: first}, trainer: {script: [train.py]}}",
+         "model.init_from is not for scripts, which load their weights themselves: remove it"),
         # Elastic runs.
         ("elastic: {exact: true}", "elastic.exact needs data.global_batch_size: set it"),
         ("elastic: {micro_batches: 4}", "elastic.micro_batches needs data.global_batch_size"),

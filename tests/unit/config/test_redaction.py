@@ -344,6 +344,8 @@ def test_trainer_keys_come_first_and_give_sweeps_their_types(project: Path) -> N
         ("params.hidden", "int", 32, ""),
     ]
     assert not [key for key, *_ in describe_trainer(load_config("ddp_digits"), project) if key.startswith("rl.")]
+    model_keys = [key for key, *_ in describe_trainer(load_config("rl_cartpole"), project) if key.startswith("model.")]
+    assert model_keys == ["model.init_from", "model.init_from_skip"], "rl has no other use of the section"
     sweep = make_sweep({"params.rate": ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda _: "regression")
     assert repr([cell.values for cell in sweep.cells]) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
 

@@ -28,7 +28,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Not modules: MLflow tags, labels of containers, and names of packages and images.
 _OTHER_NAMES = re.compile(
     r"hpcdist\.(image|state|reason|git|run|job|attempt|world|sbom|base|traceback|command|monitor|nodes|devices|cpu|versions"
-    r"|lost|like\.run|like\.run_id|best|cost|setting|interruptions|slurm\.nodes|python|container$|rank_environment$)"
+    r"|lost|like\.run|like\.run_id|best|cost|setting|interruptions|slurm\.nodes|python|container$|rank_environment$|init_from\.)"
 )
 
 

@@ -1,0 +1,175 @@
+"""Find the weights that `model.init_from` names: a file, a checkpoint, a run, or a model in MLflow.
+
+This happens once, before the run exists, so that a mistake is an error of the command. Ranks read the copy in the run's
+folder (`run/initial_weights.py`). No torch is needed: a login node may have none.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcdist.config.schema import Config
+from hpcdist.config.written import read_stored
+from hpcdist.errors import ConfigError, RunFolderError, TrackingError, few
+from hpcdist.host.json_files import read_json
+from hpcdist.review.facts import CheckpointFacts, best_checkpoint, read_checkpoints
+from hpcdist.run.checkpoint_files import MANIFEST_FILE, PROGRAM_FILE, script_files
+from hpcdist.run.folder import RunDir
+from hpcdist.run.initial_weights import (
+    KEY,
+    WEIGHT_FILES_OF_CHECKPOINT,
+    LocalWeights,
+    WeightOrigin,
+    WeightSource,
+    weight_file,
+)
+from hpcdist.run.lookup import resolve_run
+from hpcdist.tracking.uri import resolve_uri
+
+if TYPE_CHECKING:
+    from hpcdist.tracking.mlflow_client import MlflowClient
+
+_MODEL_URI = "models:/"
+_ALIAS = re.compile(r"models:/([^/@]+)@([^/@]+)")
+_VERSION = re.compile(r"models:/([^/@]+)/([0-9]+)")
+_LOGGED_MODEL = re.compile(r"models:/(m-[0-9a-f]+)")
+
+
+def find_weights(config: Config, env: Mapping[str, str]) -> WeightSource | None:
+    """Return the weights from which a new run starts; None if it starts from random ones.
+
+    Args:
+        env: the environment, in which the address of MLflow may be.
+
+    Raises ConfigError if they do not exist or cannot be read.
+    """
+    source = config.model.init_from
+    if not source:
+        return None
+    if source.startswith(_MODEL_URI):
+        return _find_model(source, resolve_uri(config, env))
+    path = Path(source)
+    if path.is_file() or path.name.endswith((".pt", ".pth", ".safetensors")):
+        return weight_file(source)
+    if (path / MANIFEST_FILE).is_file():
+        return checkpoint_weights(source, path)
+    try:
+        run = resolve_run(source, Path(config.runs_dir))
+    except RunFolderError as error:
+        raise ConfigError(f"{KEY}: {error}") from error
+    return _weights_of_run(source, run)
+
+
+def _weights_of_run(source: str, run: RunDir) -> LocalWeights:
+    """Return the weights of the checkpoint that `hpcdist export` chooses: the best, else the newest."""
+    checkpoints = read_checkpoints(run)
+    if not checkpoints:
+        names = script_files(run)
+        advice = "choose another run"
+        if names:
+            advice = f"its script has saved {few(names)} in {run.checkpoints}: give the path of a file"
+        raise ConfigError(f"{KEY}: run {run.name} has no checkpoint: {advice}")
+    chosen = best_checkpoint(checkpoints, read_stored(run.config).config.checkpoint) or checkpoints[-1]
+    name = f"run {run.experiment}/{run.name}, checkpoint of step {chosen.step}"
+    return checkpoint_weights(source, chosen.path, found=name, facts=chosen)
+
+
+def checkpoint_weights(
+    source: str, folder: Path, *, found: str = "", facts: CheckpointFacts | None = None
+) -> LocalWeights:
+    """Return the weights in the folder of a checkpoint, or in a copy of one.
+
+    Raises ConfigError if its manifest is damaged.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = read_json(path) or {}
+        step = int(manifest["step"])
+        sha256 = {}
+        for name, record in manifest["files"].items():
+            if WEIGHT_FILES_OF_CHECKPOINT.fullmatch(name):
+                sha256[name] = str(record["sha256"])
+    except (RunFolderError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{KEY}: {path} cannot be read ({type(error).__name__}: {error})") from error
+    origin = WeightOrigin(
+        source=source,
+        found=found or f"checkpoint {folder} of step {step}",
+        step=step,
+        sha256=facts.sha256 if facts is not None else "",
+    )
+    return LocalWeights(origin=origin, files={name: folder / name for name in sha256}, sha256=sha256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowModel:
+    """A logged model in MLflow: the final model of a run, or a checkpoint."""
+
+    uri: str  #: of the tracking server
+    source: str
+    found: str  #: what the source was at the start: an alias can move
+    location: str  #: of its files
+
+    def copy_to(self, folder: Path) -> None:
+        """See `WeightSource`. Downloads the model to a temporary folder beside `folder`."""
+        from mlflow.artifacts import download_artifacts
+
+        from hpcdist.tracking.mlflow_client import translated
+
+        with tempfile.TemporaryDirectory(prefix=".model-", dir=folder.parent) as temporary:
+            try:
+                with translated(self.uri):
+                    download_artifacts(artifact_uri=self.location, dst_path=temporary, tracking_uri=self.uri)
+            except TrackingError as error:
+                raise ConfigError(f"{KEY}={self.source}: {error}") from error
+            self._weights_in(Path(temporary)).copy_to(folder)
+
+    def _weights_in(self, folder: Path) -> LocalWeights:
+        manifest = next(iter(sorted(folder.rglob(MANIFEST_FILE))), None)
+        if manifest is not None:
+            return checkpoint_weights(self.source, manifest.parent, found=self.found)
+        program = next(iter(sorted(folder.rglob(PROGRAM_FILE))), None)
+        if program is not None:
+            origin = WeightOrigin(source=self.source, found=self.found)
+            return LocalWeights(origin=origin, files={PROGRAM_FILE: program}, sha256={})
+        raise ConfigError(
+            f"{KEY}: {self.source} has neither the files of a checkpoint nor a program of torch.export (a pickled model"
+            " would run its code): name a run, or the folder of a checkpoint"
+        )
+
+
+def _find_model(source: str, uri: str) -> MlflowModel:
+    """Return a model in MLflow by the alias or version of a registered model, or by the id of a logged one."""
+    if not any(pattern.fullmatch(source) for pattern in (_ALIAS, _VERSION, _LOGGED_MODEL)):
+        raise ConfigError(
+            f"{KEY}: {source} names no model: expected models:/NAME@ALIAS, models:/NAME/VERSION or models:/m-ID"
+        )
+    from hpcdist.tracking.mlflow_client import open_client, translated  # its import takes seconds
+
+    try:
+        client = open_client(uri)
+        with translated(uri):
+            found, location = _locate(client, source)
+    except TrackingError as error:
+        raise ConfigError(f"{KEY}={source}: {error}") from error
+    return MlflowModel(uri=uri, source=source, found=found, location=location)
+
+
+def _locate(client: MlflowClient, source: str) -> tuple[str, str]:
+    """Return what a URI names now, and the location of its files."""
+    logged = _LOGGED_MODEL.fullmatch(source)
+    if logged is not None:
+        model = client.get_logged_model(logged[1])
+        return f"model {logged[1]} of MLflow run {model.source_run_id}", str(model.artifact_location)
+    alias = _ALIAS.fullmatch(source)
+    if alias is not None:
+        version = client.get_model_version_by_alias(alias[1], alias[2])
+    else:
+        name, _, number = source.removeprefix(_MODEL_URI).partition("/")
+        version = client.get_model_version(name, number)
+    location = client.get_model_version_download_uri(version.name, str(version.version))
+    return f"model {version.name}, version {version.version}, of MLflow run {version.run_id}", str(location)
