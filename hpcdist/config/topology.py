@@ -53,8 +53,9 @@ class Variables:
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
         """Return the result of `parse` for a variable; its TopologyError gets the name of the variable and the fix."""
+        value = self.text(name)  # its error names the variable itself
         try:
-            return parse(self.text(name))
+            return parse(value)
         except TopologyError as error:
             raise self.error(f"{name}: {error}") from error
 

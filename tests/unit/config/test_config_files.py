@@ -24,6 +24,7 @@ from hpcdist.config.schema import Config, cross_check, largest_world_size, new_r
 from hpcdist.config.training_schema import DataConfig, ElasticConfig
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError
+from hpcdist.run.create import check_trainer
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,11 @@ def test_written_config_keeps_the_types_of_values(write: Write, tmp_path: Path) 
 def test_written_shipped_config_loads_without_omegaconf(name: str) -> None:
     config = load_config(name)
     assert exact(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_config_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    check_trainer(load_config(name), tmp_path)
 
 
 def test_edited_config_of_a_run_folder_loads(write: Write, tmp_path: Path) -> None:
