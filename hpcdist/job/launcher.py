@@ -89,6 +89,7 @@ class SlurmLauncher:
         self.hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
         names: Sequence[str] = ()
         if config.cluster.outlives_nodes:
+            # From the controller: Slurm's variables, which `job_nodes` reads, still name nodes that the job has lost.
             names = self.job.nodes
         allocated = JobNodes(names or job_nodes(config, env))
         #: The nodes of each attempt.
@@ -147,10 +148,10 @@ class SlurmLauncher:
             self._close_parents()
             try:
                 self._parents = self._start_parents(attempt)
-            except (UserMistake, PreflightError):  # of nodes that answer
+            except (UserMistake, PreflightError):  # all nodes answer
                 raise
             except HpcdistError:
-                # A node that has died meanwhile is no reason to requeue the job.
+                # A node may have died since the last attempt. This notes it, so that the run can continue without it.
                 self.nodes.end_ranks(step_name(attempt))
                 raise
         assert self._parents is not None, "started above"
@@ -166,19 +167,21 @@ class SlurmLauncher:
         return parents is not None and parents.are_ready and parents.is_usable and parents.is_alive()
 
     def _start_parents(self, attempt: Attempt) -> RankParents:
+        """Check the nodes, end steps that were left running, and start the step of the parents."""
         self.containers.prepare(self._end_orphaned_steps)
         self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
         unkillable = self._end_orphaned_steps()
         if unkillable is not None:
             raise HpcdistError(unkillable.reason)
-        config = self.nodes.sized(self.config)
+        config = self.nodes.sized(self.config)  # with the number of nodes that this attempt uses
         used = self.nodes.used
         parts = role_nodes(config)
         hosts = hosts_by_rank(parts, used.names)
         task = task_command(self.run, self.config, self._python)
         chosen = used.names if used.chosen else ()
         command = step_command(config, attempt, task, self.box, chosen, overlap=bool(self.nodes.abandoned))
+        # Roles on nodes of their own: a file names the node of each rank.
         is_placed = len(parts) > 1
         env = {**self._env, "HPCDIST_ATTEMPT": str(attempt.number)}
         if is_placed:
@@ -217,7 +220,7 @@ class SlurmLauncher:
         process = self._parents.process
         if self.nodes.end_ranks(self._step):  # Slurm cannot end the step
             self._parents.kill()
-        # Killing srun alone would leave its tasks running.
+        # The step, because killing srun alone would leave its tasks running.
         elif process.poll() is None and not signal_named_steps(self._step, "KILL"):
             process.terminate()  # the step has not been created, or the controller does not answer
         try:
@@ -240,7 +243,7 @@ class SlurmLauncher:
     def running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer."""
         answers = ranks_on_nodes(self.run, "list", self.nodes.used, self._env)
-        if answers.keys() != {*self.nodes.used.names}:
+        if answers.keys() != set(self.nodes.used.names):
             return None
         return set().union(*answers.values())
 

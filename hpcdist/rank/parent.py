@@ -106,6 +106,7 @@ def main() -> None:
         os.execvpe(command[0], command, {**parent.env, **own_env})
     os.environ.update(own_env)
     worker = importlib.import_module(RANK_MODULE)
+    # As if the interpreter had been started with the rank's command: user code may read both.
     sys.argv = [str(worker.__file__), folder]
     sys.orig_argv[:] = [*sys.orig_argv[: sys.orig_argv.index(PARENT_MODULE)], RANK_MODULE, folder]
     worker.main()
@@ -128,8 +129,9 @@ def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
         return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
     finally:
         faulthandler.cancel_dump_traceback_later()
-    # Threads do not exist in a forked process, and CUDA fails. A trial fork shows whether CUDA is initialised, and its
-    # fork handlers end the threads of OpenBLAS, which NumPy starts at its import if OMP_NUM_THREADS > 1.
+    # Threads do not exist in a forked process, and CUDA fails there once it is initialised. The exit code of a trial
+    # fork shows whether it is; the fork handlers also end the threads of OpenBLAS, which NumPy starts at its import if
+    # OMP_NUM_THREADS > 1.
     pid = os.fork()
     if pid == 0:
         os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
@@ -147,10 +149,11 @@ def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
 def _import_modules(run: RunDir) -> "Config":
     from hpcdist.config.loading import load_run_config
 
-    gc.disable()  # as in the worker: imported objects are never freed
+    gc.disable()  # a collection during the imports takes time and frees nothing: imported objects stay
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
     require_same(run.path, os.environ)
+    # An address with a password is not kept in the config, nor passed to ranks in a container, which do not need it.
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     for name in TRAINER_MODULES:
         importlib.import_module(name)
@@ -185,12 +188,12 @@ class Parent:
         self.run = run
         self.own_rank = own_rank
         self.forks = False  #: whether a rank is a fork of this process, or else a new interpreter
-        self.env = dict(os.environ)  #: before the imports, which may set variables
+        self.env = dict(os.environ)  #: before the imports, which may set variables; of ranks that are not forked
         self._ranks: dict[int, _Rank] = {}
         self._rest = b""  #: beginning of a request whose end has not arrived
         self._requests_have_ended = False  #: whether no request follows
         self._waiting_signals: list[int] = []
-        self._affinity = os.sched_getaffinity(0)
+        self._affinity = os.sched_getaffinity(0)  #: before the imports, which may change it
         #: Children of the shell that has become this process, such as the FUSE daemons of its container's image.
         self._children_before = frozenset(_children())
         self._requests = os.dup(0)
@@ -291,7 +294,7 @@ class Parent:
             return None
         if pid == 0:
             env = dict(request["env"])
-            if self.own_rank is not None:
+            if self.own_rank is not None:  # Slurm has set it to the process id of the parent
                 env["SLURM_TASK_PID"] = str(os.getpid())
             return env
         _close(log)
@@ -356,7 +359,7 @@ class Parent:
         until = time.monotonic() + KILL_S
         while time.monotonic() < until:
             for rank in self._ranks.values():
-                # Its children may live on without it, and it need not lead their group yet.
+                # The group holds its children too, which may outlive it. A rank that has just been forked has no group.
                 for kill in (os.killpg, os.kill):
                     with suppress(ProcessLookupError):
                         kill(rank.pid, signal.SIGKILL)

@@ -102,6 +102,7 @@ def _run_script_or_trainer(
     """
     dump_on_signal(attempt, topology.rank)
     enable_flight_recorders(attempt, os.environ)
+    # An address with a password is not kept in the config, nor passed to ranks in a container, which do not need it.
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     log_files.limit_log(run.path)
     os.environ.update(cache_environment(os.environ, run.path))

@@ -38,7 +38,7 @@ class JobNodes:
     """The nodes of a job on which a step runs."""
 
     names: Sequence[str]
-    chosen: bool = False  #: whether the allocation may have more nodes
+    chosen: bool = False  #: whether hpcdist has chosen these nodes: then the allocation may have more
 
 
 class Answers(NamedTuple):

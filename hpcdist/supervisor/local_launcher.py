@@ -148,7 +148,7 @@ class LocalLauncher:
             return
         self._guard = Guard()
         try:
-            self._parent = self._start_parent()
+            self._parent = self._new_parent()
         except BaseException:
             self._guard.close()
             raise
@@ -190,7 +190,7 @@ class LocalLauncher:
         if not (self._parent.is_alive() and self._parent.is_usable):
             log.warning("the parent process of the ranks is started again (see %s)", self._parent.output)
             self._parent.close()
-            self._parent = self._start_parent()
+            self._parent = self._new_parent()
         # Before the start, because an interpreter imports from the run folder at once.
         require_same(self.run.path, self.env)
         port = free_port(self._job_id, attempt.number)
@@ -207,7 +207,7 @@ class LocalLauncher:
             envs.append({**self.env, **rank_env, **self._code})
         return envs
 
-    def _start_parent(self) -> RankParents:
+    def _new_parent(self) -> RankParents:
         rank = rank_command(self.run.path)
         fork = self.fork and self._can_fork()
         command = parent_command(self.run.path, "all", rank, fork=fork, limit_s=self.init_timeout_s)

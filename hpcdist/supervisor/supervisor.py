@@ -105,6 +105,7 @@ class Supervisor:
 
         Raises LeaseLostError, after which nothing more is written.
         """
+        # File operations are repeated for this time while the file system does not answer.
         patience_s = retry.UNATTENDED_S
         if self._allocation is not None:
             patience_s = max(0.0, min(patience_s, self._allocation.end - time.time() - LAST_WRITE_S))
@@ -124,10 +125,11 @@ class Supervisor:
                 world_size=self.launcher.num_ranks,
             )
             self._write(state)
-            limit_log(self.folder.path)
+            limit_log(self.folder.path)  # of this process, if its output is a file in the run folder
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:
+                # Here as well, so that the error below, whose text the state gets, is the explained one.
                 with explain_replacement(self.folder.path, self.env):
                     state = self._attempts(notifier)
             except LeaseLostError:
@@ -152,6 +154,7 @@ class Supervisor:
             notifier.send(event, state)
         if shipper is not None:
             self._drain(shipper)
+        # The state explains an error of the system, such as a full disk; a traceback would say no more.
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
@@ -190,6 +193,7 @@ class Supervisor:
         event, reason = "started", ""
         restarts_before = self._state.restarts
         while True:
+            # Not in a folder that somebody has put in the place of the run's.
             require_same(self.folder.path, self.env)
             attempt = self._begin_attempt(restarts_before + len(self._failures) + self._moves)
             notifier.send(event, replace(self._state, reason=reason))
@@ -226,7 +230,7 @@ class Supervisor:
             supervised=self._began,
             began=time.time(),
             reached=reached_step(before) if before is not None else 0,
-            measured=not self.config.trainer.script,
+            measured=not self.config.trainer.script,  # a plain script does not report its time
             time_limit=self._allocation.end if self._allocation is not None else None,
         )
         self._times = attempt_times.begin(attempt, self._resources, times)
@@ -240,7 +244,7 @@ class Supervisor:
     def _run_attempt(self, attempt: Attempt) -> Outcome:
         """Start the ranks, watch them until all have ended, and return how they ended."""
         self._attempt = attempt
-        self._write_request(attempt)
+        self._write_request(attempt)  # of a signal that arrived between two attempts
         try:
             # A launcher that raises has already ended the ranks that it had started.
             ranks = retry.retry(lambda: self.launcher.start(attempt), attempt.path)
