@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checks import machine_checks as checks_machine
-from hpcdist.checks import site
+from hpcdist.checks import machine_checks, site
 from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
@@ -22,8 +21,7 @@ from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import plural
-from hpcdist.host import gpu_info, versions
-from hpcdist.host import machine as host_machine
+from hpcdist.host import gpu_info, machine, versions
 from hpcdist.host.check_result import Check, note, ok, warning
 from hpcdist.host.gpu_info import DRIVER_S, driver_version, gpu_device_files, visible_gpus
 from hpcdist.host.image_identity import container_runtime
@@ -37,6 +35,19 @@ from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeGroup, NodeState, SlurmError, is_usable
+
+#: Maximum number of characters of an unexpected error's text.
+_MAX_REASON = 300
+#: Limit for the controller, partitions and accounting together.
+SLURM_S = 45.0
+#: Shell functions of environment modules may read a slow file system; so may a failing name lookup of MLflow's server.
+SLOW_S = 30.0
+#: The first access to a network file system may take seconds.
+_FOLDER_S = 60.0
+#: Limit for the whole step of the preflight beside the ranks.
+STEP_TIMEOUT_S = 60.0
+#: Ranks of the training test on CPUs: the least number that has to communicate.
+_NUM_CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -57,73 +68,71 @@ def execute(
     running = [(section, start(section.run)) for section in sections]
     for number, (section, future) in enumerate(running):
         if not future.done():
-            waiting([other.title for other, its_future in running[number:] if not its_future.done()])
+            waiting([later.title for later, later_future in running[number:] if not later_future.done()])
         left_s = began + section.timeout_s - time.monotonic()
         try:
             checks = future.result(max(0.0, left_s))
         except Exception as error:  # a defect in one section must not end the report
-            # A section may raise TimeoutError by itself, so the future's state decides.
+            # A TimeoutError may be the section's own, so the future's state decides.
             if future.done():
-                reason = " ".join(str(error).split())[:300]
+                reason = " ".join(str(error).split())[:_MAX_REASON]
                 checks = [warning(section.title, f"this section failed: {type(error).__name__}: {reason}")]
             else:
                 checks = [warning(section.title, f"no answer within {section.timeout_s:g} s", section.timeout_fix)]
         yield section.title, checks
 
 
-#: Limit for the controller, partitions and accounting together.
-SLURM_S = 45.0
-#: Shell functions of environment modules may read a slow file system; so may a failing name lookup of MLflow's server.
-SLOW_S = 30.0
-
-
 def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], list[Check]]) -> list[Section]:
-    """Return the sections about this machine; `folder`: of runs, or of one run; `store`: the checks of MLflow."""
+    """Return the sections about this machine.
+
+    Args:
+        folder: the folder of runs, or that of one run.
+        store: the checks of MLflow's store.
+    """
     user = user_name()
-    inside = bool(container_runtime())
-    slurm = start(read_slurm).result  # one query for all sections
+    in_container = bool(container_runtime())
+    on_cluster = shutil.which("sbatch") is not None
+    slurm = start(read_slurm).result  # one query, for whose result each section about Slurm waits
+
+    def software() -> list[Check]:
+        return machine_checks.software_checks(versions.versions(), torch_required=not on_cluster)
 
     def gpus() -> list[Check]:
-        found, num_files = gpu_info.gpus(), gpu_device_files()
-        visible = visible_gpus(len(found), env)
-        return checks_machine.all_gpu_checks(found, visible, num_files, driver_version())
+        known = gpu_info.gpus()
+        visible = visible_gpus(len(known), env)
+        return machine_checks.all_gpu_checks(known, visible, gpu_device_files(), driver_version())
+
+    def resources() -> list[Check]:
+        return machine_checks.resource_checks(machine_checks.ResourceLimits.inspect())
+
+    def runs() -> list[Check]:
+        return site.folder_checks(folder, on_cluster=slurm().reached, in_container=in_container)
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
-        lookup = start(lambda: host_machine.look_up(host))
+        lookup = start(lambda: machine.look_up(host))
         is_node = _is_node(slurm(), host.partition(".")[0])
-        found = done_within(checks_machine.GIVE_UP_S, lookup, {"late": checks_machine.GIVE_UP_S})
-        return checks_machine.host_name_checks(host, found, is_node=is_node)
+        result = done_within(machine_checks.GIVE_UP_S, lookup, {"late": machine_checks.GIVE_UP_S})
+        return machine_checks.host_name_checks(host, result, is_node=is_node)
 
     def runtimes() -> list[Check]:
-        host = checks_machine.Host.inspect(user, gpu_device_files() > 0, slurm().proctrack)
-        return checks_machine.runtime_checks(host, expected=not inside)
+        host = machine_checks.Host.inspect(user, gpu_device_files() > 0, slurm().proctrack)
+        return machine_checks.runtime_checks(host, expected=not in_container)
 
-    on_cluster = shutil.which("sbatch") is not None
+    folder_fix = f"its file system hangs: see `df {folder}`, or set another HPCDIST_RUNS_DIR"
+    store_fix = "its host name may not resolve, or its database hangs; metrics wait in the run folder"
     return [
-        Section("Software", lambda: checks_machine.software_checks(versions.versions(), torch_required=not on_cluster)),
-        Section("Training test", lambda: _trials(env), checks_machine.TRIAL_S + 10),
-        Section("GPUs", gpus, 3 * DRIVER_S),
-        Section(
-            "Processors and memory", lambda: checks_machine.resource_checks(checks_machine.ResourceLimits.inspect())
-        ),
-        Section(
-            "Folder of runs",
-            lambda: site.folder_checks(folder, on_cluster=slurm().reached, in_container=inside),
-            60.0,  # the first access to a network file system may take seconds
-            f"its file system hangs: see `df {folder}`, or set another HPCDIST_RUNS_DIR",
-        ),
-        Section(
-            "MLflow",
-            store,
-            SLOW_S,
-            "its host name may not resolve, or its database hangs; metrics wait in the run folder",
-        ),
-        Section("Host name", host_name, checks_machine.GIVE_UP_S + SLURM_S),
-        Section("Slurm", lambda: client_checks(slurm(), user, in_container=inside), SLURM_S),
-        Section("Partitions", lambda: partition_checks(slurm()), SLURM_S),
-        Section("End of jobs", lambda: job_end_checks(slurm()), SLURM_S),
-        Section("Containers", runtimes, 3 * checks_machine.TIMEOUT_S + SLURM_S),
+        Section("Software", software),
+        Section("Training test", lambda: _trials(env), timeout_s=machine_checks.TRIAL_S + 10),
+        Section("GPUs", gpus, timeout_s=3 * DRIVER_S),
+        Section("Processors and memory", resources),
+        Section("Folder of runs", runs, timeout_s=_FOLDER_S, timeout_fix=folder_fix),
+        Section("MLflow", store, timeout_s=SLOW_S, timeout_fix=store_fix),
+        Section("Host name", host_name, timeout_s=machine_checks.GIVE_UP_S + SLURM_S),
+        Section("Slurm", lambda: client_checks(slurm(), user, in_container=in_container), timeout_s=SLURM_S),
+        Section("Partitions", lambda: partition_checks(slurm()), timeout_s=SLURM_S),
+        Section("End of jobs", lambda: job_end_checks(slurm()), timeout_s=SLURM_S),
+        Section("Containers", runtimes, timeout_s=3 * machine_checks.TIMEOUT_S + SLURM_S),
     ]
 
 
@@ -136,25 +145,26 @@ def _is_node(slurm: site.SlurmFacts, host: str) -> bool:
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:
+    """Start ranks on the CPUs and, at the same time, on the GPUs; report the network of local runs."""
     if "torch" not in versions.versions():
         return []
     checks = []
     with ThreadPoolExecutor() as pool:
-        on_cpus = pool.submit(checks_machine.trial_checks, "cpu", 2, env)
+        on_cpus = pool.submit(machine_checks.trial_checks, "cpu", _NUM_CPU_RANKS, env)
+        # A driver that fails reports no GPUs; then the trial shows its error.
         num_gpus = visible_gpus(len(gpu_info.gpus()) or gpu_device_files(), env)
         if num_gpus:
-            checks += checks_machine.trial_checks(NVIDIA, num_gpus, env)
+            checks += machine_checks.trial_checks(NVIDIA, num_gpus, env)
         checks += on_cpus.result()
+    return [*checks, _network_check()]
+
+
+def _network_check() -> Check:
     reason = private_network.why_refused()
     if reason:
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
-        return [*checks, note("network", text)]
-    text = "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"
-    return [*checks, ok("network", text)]
-
-
-#: Limit for the whole step of the preflight beside the ranks.
-STEP_TIMEOUT_S = 60.0
+        return note("network", text)
+    return ok("network", "the ranks of hpcdist's trainers run in a network namespace that no other user reaches")
 
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
@@ -163,7 +173,7 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
     if job_of(run) is not None:
         sections += [
             Section("Nodes in Slurm", lambda: _node_states(run), timeout_s=SLOW_S),
-            Section("Node preflight", lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
+            Section("Node preflight", lambda: _ask_nodes(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
         ]
     return sections
 
@@ -171,7 +181,7 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
 def _status(run: RunDir) -> list[Check]:
     now = status_of(run)
     checks = [status_check(run, now)]
-    if now.slurm_error:
+    if now.slurm_error:  # the status is then that of the run folder
         text = f"Slurm cannot be reached: {now.slurm_error}"
         checks.append(warning("Slurm", text, "the node states below may be outdated; see `hpcdist doctor`"))
     started = (read_json(run.environment) or {}).get("host", "")
@@ -195,13 +205,14 @@ def status_check(run: RunDir, now: RunStatus) -> Check:
 
 
 def _node_states(run: RunDir) -> list[Check]:
+    """Check the state of the nodes that the run's job has or has had, the newest first."""
     now = status_of(run)
     nodes: list[str] = []
     if now.facts is not None and now.facts.nodes:
         nodes += expand(now.facts.nodes)
     for job_start in reversed(job_starts(run)):
         nodes += expand(str(job_start.get("nodes", "")))
-    nodes = list(dict.fromkeys(nodes))
+    nodes = list(dict.fromkeys(nodes))  # each once
     if not nodes:
         return []
     try:
@@ -229,13 +240,14 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
     if not healthy:
         return bad
     counts = ", ".join(f"{count} {state}" for state, count in healthy.items())
-    return [*bad, ok("others" if bad else "nodes", counts)]
+    name = "others" if bad else "nodes"
+    return [*bad, ok(name, counts)]
 
 
 def _state_text(node: NodeState) -> str:
     """Return the state of a node, since when it has it, and the reason."""
     text = node.state
-    if "*" in node.state:
+    if "*" in node.state:  # Slurm's mark
         text += " (does not answer)"
     if node.since is not None:
         text += f", since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}"
@@ -246,7 +258,7 @@ def _state_text(node: NodeState) -> str:
     return text
 
 
-def _live(run: RunDir, config: Config) -> list[Check]:
+def _ask_nodes(run: RunDir, config: Config) -> list[Check]:
     """Ask each node of the run's job as the preflight does, in a step that overlaps the ranks' (`srun --overlap`).
 
     The nodes join no group: it would take time from the ranks. The preflight's file has its result.
@@ -260,13 +272,8 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     except SlurmError as error:
         return [warning("nodes", f"not asked, since Slurm does not answer: {error}", "see `hpcdist doctor`")]
     nodes = expand(now.facts.nodes)
-    gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
-    needs = Needs(
-        nodes=tuple(nodes),
-        run_folder=str(run.path),
-        gpus_per_node=gpus,
-        backend=config.launch.backend_on(gpus=gpus > 0),
-    )
+    needs = _needs(run, config, nodes)
+    # The nodes must see this new file in the run folder.
     with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
         request = ProbeRequest(
             first_node=nodes[0],
@@ -275,14 +282,13 @@ def _live(run: RunDir, config: Config) -> list[Check]:
             witness=str(witness),
             token=token,
         )
-        # Inside another job, srun would take missing options from that job's variables.
-        env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
-        gpu_request = config.cluster.gpu_request if gpus else None
-        # Slurm ends the step after two minutes even if srun was killed.
-        flags = {"jobid": job_id, "time": 2, "mem": 0, "gpus-per-node": gpu_request}
+        flags: dict[str, Any] = {"jobid": job_id, "mem": 0}
+        flags["time"] = 2  # minutes, after which Slurm ends the step even if srun was killed
+        if needs.gpus_per_node:
+            flags["gpus-per-node"] = config.cluster.gpu_request
         step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
         asked_at = time.time()
-        answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env=env)
+        answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env=_env_outside_jobs())
         answered_at = time.time()
     look = f"`srun --jobid={job_id} --overlap hostname`"
     if is_late:
@@ -299,10 +305,34 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     return check_nodes(needs, without_use, asked_at, answered_at)
 
 
+def _needs(run: RunDir, config: Config, nodes: Sequence[str]) -> Needs:
+    gpus_per_node = 0
+    if config.launch.device != "cpu":
+        gpus_per_node = config.cluster.gpus_per_node
+    return Needs(
+        nodes=tuple(nodes),
+        run_folder=str(run.path),
+        gpus_per_node=gpus_per_node,
+        backend=config.launch.backend_on(gpus=gpus_per_node > 0),
+    )
+
+
+def _env_outside_jobs() -> dict[str, str]:
+    """Return this environment without the variables of a job, from which srun would take missing options."""
+    env = {}
+    for name, value in os.environ.items():
+        if name == "SLURM_CONF" or not name.startswith("SLURM_"):
+            env[name] = value
+    return env
+
+
 #: Sections: title and results.
 Page = Sequence[tuple[str, Sequence[Check]]]
-#: Widths of the columns, and the column of the text.
-_INDENT, _MARK, _NAME = 2, 9, 15
+#: Widths of the columns before the text: margin, level and name of a check.
+_INDENT = 2
+_MARK = 9
+_NAME = 15
+#: Column in which the text begins.
 _TEXT = _INDENT + _MARK + _NAME
 #: On a narrower terminal, the terminal breaks the lines.
 _MIN_WIDTH = 60
@@ -314,18 +344,21 @@ def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[t
         yield "title", title
     for check in checks:
         name = check.name
-        if check.node != check.name:
+        if check.node != check.name:  # a check of a node may have the node's name
             name = f"{check.node} {check.name}".strip()
-        mark = check.level.upper() if check.level == "failure" else check.level
+        mark: str = check.level
+        if check.level == "failure":
+            mark = mark.upper()
         head = f"{'':{_INDENT}}{mark:<{_MARK}}{name:<{_NAME}}"
-        if not head.endswith(" "):
+        if not head.endswith(" "):  # the name fills its column
             head += " "
         yield from _wrapped(check.level, head, check.text, width, _TEXT)
         if check.fix:
             yield from _wrapped("", f"{'':{_TEXT}}→ ", check.fix, width, _TEXT + 2)
 
 
-def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterator[tuple[str, str]]:
+def _wrapped(style: str, head: str, text: str, width: int, indent: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a text after `head`; the first one has the style, the others are indented."""
     # rich would break long words such as paths and commands.
     lines = textwrap.wrap(
         text,
@@ -335,8 +368,9 @@ def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterat
         break_long_words=False,
         break_on_hyphens=False,
     )
-    for number, line in enumerate(lines or [head]):
-        yield (kind if number == 0 else ""), line.rstrip()
+    for line in lines or [head]:
+        yield style, line.rstrip()
+        style = ""
 
 
 def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
@@ -358,8 +392,10 @@ def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
 
 def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report as a document: `facts` (version, host, time, …), `would_fail`, and all checks by section."""
-    checks = [{"section": title, **asdict(check)} for title, found in page for check in found]
-    return {**facts, "would_fail": would_fail(page), "checks": checks}
+    entries = []
+    for title, checks in page:
+        entries += [{"section": title, **asdict(check)} for check in checks]
+    return {**facts, "would_fail": would_fail(page), "checks": entries}
 
 
 def would_fail(page: Page) -> bool:

@@ -13,12 +13,25 @@ from hpcdist.checks.node_links import SHOWN
 from hpcdist.errors import few
 from hpcdist.host.check_result import LEVELS, Check, Level, failure, ok, warning
 
+#: By node: what its probe has printed (`hpcdist/checks/node_probe.py`).
 Answers = Mapping[str, Mapping[str, Any]]
 
 #: Names of the checks in the order of the report within a level: causes before consequences.
 ORDER = (
-    *("answer", "run folder", "names", "group", "port", "version", "driver", "gpu", "disk", "network", "processor"),
-    *("clock", "shm", "preflight"),
+    "answer",
+    "run folder",
+    "names",
+    "group",
+    "port",
+    "version",
+    "driver",
+    "gpu",
+    "disk",
+    "network",
+    "processor",
+    "clock",
+    "shm",
+    "preflight",
 )
 #: Above this, times of logs, metrics and files of two machines cannot be compared.
 SKEW_S = 2.0
@@ -26,6 +39,11 @@ SKEW_S = 2.0
 FATAL_SKEW_S = 30.0
 #: Number of equal results that are merged, if more than half of the nodes share them.
 _MIN_MERGED = 2
+#: What stands for the name of a node when results are compared; no text contains it.
+_ANY_NODE = "\0"
+_NUMBER = re.compile(r"\d+([.,]\d+)*")
+#: Names of versions in texts, if they differ from their keys in the answers.
+_SHOWN_VERSIONS = {"source": "the code of hpcdist", "nccl": "NCCL"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +63,22 @@ def check_nodes(needs: Needs, answers: Answers, asked_at: float, answered_at: fl
 
     `asked_at` and `answered_at` are times by the clock of this host.
     """
-    ours = {node: answers[node] for node in needs.nodes if node in answers}
-    found = []
+    answers = {node: answers[node] for node in needs.nodes if node in answers}  # in the order of the run
+    checks = []
     for node in needs.nodes:
         if node not in answers:
             fix = f"inspect the node: `scontrol show node {node}`, `srun -w {node} hostname`"
-            found.append(failure("answer", "its preflight did not answer", fix, node=node))
-    found += _versions(needs, ours)
-    for node, answer in ours.items():
+            checks.append(failure("answer", "its preflight did not answer", fix, node=node))
+    checks += _versions(needs, answers)
+    for node, answer in answers.items():
         for check_node in (_software, _names, _gpus, _disk):
-            found += [replace(check, node=node) for check in check_node(needs, node, answer)]
-        found += _clock(node, answer, asked_at, answered_at)
-    found += _loopback(needs, ours)
+            checks += [replace(check, node=node) for check in check_node(needs, node, answer)]
+        checks += _clock(node, answer, asked_at, answered_at)
+    checks += _loopback(needs, answers)
     if needs.join_s:
-        found += _group(needs, ours)
-    merged = [*_merge_nodes(found, len(needs.nodes)), _summary(needs, ours)]
+        checks += _group(needs, answers)
+    merged = [*_merge_nodes(checks, len(needs.nodes)), _summary(needs, answers)]
+    # The last level of LEVELS is the worst.
     return sorted(merged, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
 
 
@@ -67,9 +86,11 @@ def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
     """Merge results that more than half of the nodes share, apart from numbers, into one result without a node."""
     alike: dict[tuple[str, str, str], list[Check]] = {}
     for check in checks:
-        # Without its own name and numbers.
-        text = re.sub(r"\d+([.,]\d+)*", "#", check.text.replace(check.node or "\0", "\0"))
-        alike.setdefault((check.name, check.level, text), []).append(check)
+        pattern = check.text
+        if check.node:
+            pattern = pattern.replace(check.node, _ANY_NODE)
+        pattern = _NUMBER.sub("#", pattern)
+        alike.setdefault((check.name, check.level, pattern), []).append(check)
     merged = []
     for group in alike.values():
         is_shared = len(group) >= _MIN_MERGED and len(group) * 2 > num_nodes
@@ -88,33 +109,50 @@ def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
 
 def _versions(needs: Needs, answers: Answers) -> Iterator[Check]:
     """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
-    levels: dict[str, Level] = dict.fromkeys(("python", "hpcdist", "source", "torch"), "failure")
-    levels["nccl"] = "note" if needs.backend == "gloo" else "failure"
-    levels["driver"] = "warning" if needs.gpus_per_node else "note"
     versions = {node: answer["versions"] for node, answer in answers.items() if "versions" in answer}
-    for key, level in levels.items():
-        by_node = {node: str(found.get(key, "")) for node, found in versions.items()}
+    for key, level in _version_levels(needs).items():
+        by_node = {node: str(node_versions.get(key, "")) for node, node_versions in versions.items()}
         if key == "source":  # other versions have other sources, so only nodes with the usual version are compared
-            usual = _usual_value(found.get("hpcdist") for found in versions.values())
-            by_node = {node: text for node, text in by_node.items() if versions[node].get("hpcdist") == usual}
+            usual_release = _usual_value(node_versions.get("hpcdist") for node_versions in versions.values())
+            by_node = {node: text for node, text in by_node.items() if versions[node].get("hpcdist") == usual_release}
         usual = _usual_value(by_node.values())
         num_usual = sum(text == usual for text in by_node.values())
         for node, text in by_node.items():
             if text == usual:
                 continue
-            name = {"source": "the code of hpcdist", "nccl": "NCCL"}.get(key, key)
-            others = f"the other {num_usual} nodes have"
-            if num_usual == 1:
-                others = "the first node has"
-            is_patch = key == "python" and text.split(".")[:2] == usual.split(".")[:2]
-            yield Check(
-                name="version",
-                level="warning" if is_patch else level,
-                text=f"{name} {text or 'is missing'}, {others} {usual or 'none'}",
-                fix=f"install {name.removeprefix('the code of ')} as on the others on {node},"
-                f" or exclude it (cluster.exclude={node})",
-                node=node,
-            )
+            node_level = level
+            if key == "python" and _minor_version(text) == _minor_version(usual):
+                node_level = "warning"
+            yield _version_check(key, node_level, node, text, usual, num_usual)
+
+
+def _version_levels(needs: Needs) -> dict[str, Level]:
+    """Return the versions that are compared: the level of a difference by their key in the answers."""
+    levels: dict[str, Level] = dict.fromkeys(("python", "hpcdist", "source", "torch"), "failure")
+    levels["nccl"] = "failure"
+    if needs.backend == "gloo":
+        levels["nccl"] = "note"
+    levels["driver"] = "note"
+    if needs.gpus_per_node:
+        levels["driver"] = "warning"
+    return levels
+
+
+def _version_check(key: str, level: Level, node: str, version: str, usual: str, num_usual: int) -> Check:
+    """Report a version of a node (empty without one) that `num_usual` nodes do not have."""
+    others = f"the other {num_usual} nodes have"
+    if num_usual == 1:
+        others = "the first node has"
+    text = f"{_SHOWN_VERSIONS.get(key, key)} {version or 'is missing'}, {others} {usual or 'none'}"
+    package = _SHOWN_VERSIONS.get(key, key).removeprefix("the code of ")
+    fix = f"install {package} as on the others on {node}, or exclude it (cluster.exclude={node})"
+    return Check(name="version", level=level, text=text, fix=fix, node=node)
+
+
+def _minor_version(version: str) -> list[str]:
+    """Return `3.12` of `3.12.4`, as its parts."""
+    major_and_minor = 2
+    return version.split(".")[:major_and_minor]
 
 
 def _usual_value(values: Iterable[Any]) -> Any:
@@ -133,13 +171,16 @@ def _software(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
     if "versions" not in answer:
         text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
-        level: Level = "failure" if needs.gpus_per_node else "warning"
+        level: Level = "warning"
+        if needs.gpus_per_node:
+            level = "failure"
         yield Check(name="driver", level=level, text=text, fix=fix)
     elif needs.gpus_per_node:
         yield from node_facts.driver_checks(answer["versions"])
 
 
 def _names(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the lookups of the first node's name and of this node's own, on this node."""
     for name, look in answer["lookups"].items():
         called = "its own name" if name == node else f"the name {name}"
         yield from node_facts.lookup_checks(called, look)
@@ -164,7 +205,9 @@ def _gpus(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]
         if not answer["gpus"] and answer.get("gpu_device_files", 0):
             text += "; the driver fails or does not answer"
         fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
-        level: Level = "warning" if needs.backend == "gloo" else "failure"
+        level: Level = "failure"
+        if needs.backend == "gloo":  # which needs no GPUs
+            level = "warning"
         yield Check(name="gpu", level=level, text=text, fix=fix)
     for gpu in answer["gpus"]:
         for check in node_facts.gpu_checks(gpu):
@@ -191,16 +234,22 @@ def _disk(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]
 
 def _clock(node: str, answer: Mapping[str, Any], asked_at: float, answered_at: float) -> Iterator[Check]:
     """Report a node whose clock shows a time before the question or after the answers."""
-    ahead, behind = answer["time"] - answered_at, asked_at - answer["time"]
-    skew = max(ahead, behind)
+    ahead_s = answer["time"] - answered_at
+    behind_s = asked_at - answer["time"]
+    skew = max(ahead_s, behind_s)
     if skew < SKEW_S:
         return
-    is_fatal = skew >= FATAL_SKEW_S
-    direction = "ahead of" if ahead > behind else "behind"
-    why = "a live run could be considered dead" if is_fatal else "logs and metrics of the nodes cannot be aligned"
+    direction = "behind"
+    if ahead_s > behind_s:
+        direction = "ahead of"
+    level: Level = "warning"
+    why = "logs and metrics of the nodes cannot be aligned"
+    if skew >= FATAL_SKEW_S:
+        level = "failure"
+        why = "a live run could be considered dead"
     yield Check(
         name="clock",
-        level="failure" if is_fatal else "warning",
+        level=level,
         text=f"its clock is at least {skew:,.1f} s {direction} that of the host that asked: {why}",
         fix=f"see `chronyc tracking` or `timedatectl` on {node}",
         node=node,
@@ -209,32 +258,38 @@ def _clock(node: str, answer: Mapping[str, Any], asked_at: float, answered_at: f
 
 def _group(needs: Needs, answers: Answers) -> Iterator[Check]:
     """Report nodes that have not joined the group of all nodes, or are slow in it."""
-    seen = {node: answer.get("group", {}) for node, answer in answers.items()}
-    reasons = {group["not_imported"] for group in seen.values() if "not_imported" in group}
+    groups = _groups(answers)
+    reasons = {group["not_imported"] for group in groups.values() if "not_imported" in group}
     if reasons:
         text = f"unknown, since not all nodes can import torch and ZeroMQ ({min(reasons)})"
         yield warning("network", text, "install hpcdist[train] where the ranks run, or set preflight=off")
         return
-    absent = [node for node, group in seen.items() if not group.get("joined") and answers[node]["witness"]]
+    # Nodes that do not see the run folder cannot join, which is reported already.
+    absent = [node for node, group in groups.items() if not group.get("joined") and answers[node]["witness"]]
     if len(absent) > 1 and absent == list(needs.nodes[1:]):
-        text = f"no other node could join it within {needs.join_s:g} s: {_reason(seen[absent[0]])}"
+        text = f"no other node could join it within {needs.join_s:g} s: {_reason(groups[absent[0]])}"
         yield failure("group", text, node_links.OPEN_PORTS, node=needs.nodes[0])
     else:
         for node in absent:
-            text = f"it has not joined the group of all nodes within {needs.join_s:g} s: {_reason(seen[node])}"
+            text = f"it has not joined the group of all nodes within {needs.join_s:g} s: {_reason(groups[node])}"
             fix = f"see whether {node} imports torch and reaches {needs.nodes[0]}, or raise launch.init_timeout_s"
             yield failure("group", text, fix, node=node)
     if absent or len(answers) < len(needs.nodes):
         return  # the other nodes have waited for these
-    blocked = list(node_links.connection_checks(seen))
+    blocked = list(node_links.connection_checks(groups))
     yield from blocked
-    errors = [f"{node}: {group['error']}" for node, group in seen.items() if "error" in group]
+    errors = [f"{node}: {group['error']}" for node, group in groups.items() if "error" in group]
     if errors and not blocked:
         text = f"the nodes are connected, but the transfers between them failed: {errors[0]}"
         fix = "if the nodes have several networks, set cluster.env.GLOO_SOCKET_IFNAME to an interface of a common one"
         yield failure("group", text, fix)
-    yield from node_links.rate_checks(node_links.rates(seen))
-    yield from node_links.processor_checks(seen)
+    yield from node_links.rate_checks(node_links.rates(groups))
+    yield from node_links.processor_checks(groups)
+
+
+def _groups(answers: Answers) -> dict[str, Mapping[str, Any]]:
+    """Return what each node reports about the group of all nodes; empty where it has not tried to join."""
+    return {node: answer.get("group", {}) for node, answer in answers.items()}
 
 
 def _reason(group: Mapping[str, Any]) -> str:
@@ -243,9 +298,9 @@ def _reason(group: Mapping[str, Any]) -> str:
 
 def _summary(needs: Needs, answers: Answers) -> Check:
     text = f"{len(answers)} of {len(needs.nodes)} nodes answered"
-    seen = {node: answer.get("group", {}) for node, answer in answers.items()}
-    rates = node_links.rates(seen).values()
+    rates = node_links.rates(_groups(answers)).values()
     if rates:
-        usual, slowest = median(rates) / MB, min(rates) / MB
+        usual = median(rates) / MB
+        slowest = min(rates) / MB
         text += f"; {len(rates)} links at {usual:,.0f} MB/s, the slowest at {slowest:,.0f}"
     return ok("preflight", text)

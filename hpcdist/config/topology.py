@@ -16,10 +16,16 @@ from hpcdist.config.slurm_notation import expand, expand_tasks
 from hpcdist.errors import TopologyError, shortened
 
 T = TypeVar("T")
+#: hpcdist's variables for the place of a rank among the others.
 OWN_PLACE = (
-    *("HPCDIST_RANK", "HPCDIST_WORLD_SIZE", "HPCDIST_LOCAL_RANK", "HPCDIST_LOCAL_WORLD_SIZE", "HPCDIST_NODE_RANK"),
+    "HPCDIST_RANK",
+    "HPCDIST_WORLD_SIZE",
+    "HPCDIST_LOCAL_RANK",
+    "HPCDIST_LOCAL_WORLD_SIZE",
+    "HPCDIST_NODE_RANK",
     "HPCDIST_NUM_NODES",
 )
+#: hpcdist's variables for how the ranks of an attempt meet, equal on all ranks.
 OWN_RENDEZVOUS = ("HPCDIST_MASTER_ADDR", "HPCDIST_MASTER_PORT", "HPCDIST_JOB_ID", "HPCDIST_ATTEMPT")
 
 
@@ -72,13 +78,15 @@ class Variables:
         return TopologyError(f"{problem}; {self.fix}")
 
 
-# Neither privileged nor ephemeral (32768-60999 on Linux), so that no client socket uses such a port.
+#: First port of the ranks. Together with the next line: neither privileged nor ephemeral (32768-60999 on Linux), so
+#: that no client socket uses such a port.
 _PORTS_START = 20480
-_NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
-_PORTS_PER_JOB = 16
+_NUM_PORTS = 12281  #: prime, so that multiples of _PORTS_PER_JOB cover all ports
+_PORTS_PER_JOB = 16  #: ports between those of jobs with consecutive numbers
 _MAX_PORT = 2**16 - 1
 #: Slurm numbers the batch, extern and interactive steps of a job from here to 2**32.
 _SPECIAL_STEPS_START = 0xFFFFFFF0
+#: Fixes in messages about the variables of each launcher.
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
 SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
 
@@ -132,6 +140,7 @@ class Topology:
         }
         for rule, holds in rules.items():
             if not holds:
+                # The fields that the rule mentions.
                 names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
                 values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
                 raise TopologyError(f"a topology requires {rule}, got {values}")
@@ -166,14 +175,17 @@ def port_for(job_id: str, attempt: int) -> int:
     1235, run-1 and run-2) also have different ports. Two other jobs have the same port with a probability of 1 in
     12281.
     """
+    # The number at the end counts up from one job to the next; the text before it is hashed.
     match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
     assert match is not None, "the pattern matches any text"
-    digest = hashlib.sha256(match[1].encode(errors="surrogateescape")).digest()
-    job = int.from_bytes(digest[:8]) + int(match[2] or 0)
+    text, number = match.groups()
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).digest()
+    job = int.from_bytes(digest[:8]) + int(number or 0)
     return _PORTS_START + (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
 
 
 def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
+    """Return a topology; the error for inconsistent fields shows `names` and the variables of the rendezvous."""
     try:
         return Topology(**fields)
     except TopologyError as error:
@@ -181,6 +193,7 @@ def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topolog
 
 
 def _rendezvous(variables: Variables, addr: str, job_id: str, attempt: int) -> dict[str, Any]:
+    """Return the fields of the rendezvous: hpcdist's variables, or the arguments for those that are not set."""
     job_id = variables.text("HPCDIST_JOB_ID", job_id)
     attempt = variables.number("HPCDIST_ATTEMPT", attempt)
     return {
@@ -196,13 +209,18 @@ def _from_own(variables: Variables) -> Topology:
     if missing:
         raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_RENDEZVOUS))} set, but {missing} not")
     place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
-    return _build(variables, OWN_PLACE, **place, **_rendezvous(variables, "", "", 0), launcher="hpcdist")
+    rendezvous = _rendezvous(variables, addr="", job_id="", attempt=0)  # all of them are set
+    return _build(variables, OWN_PLACE, **place, **rendezvous, launcher="hpcdist")
 
 
 def _from_slurm(variables: Variables) -> Topology:
-    count_name, nodes_name, tasks_name = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
-    rank, node_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_NODEID")
-    hosts, tasks = variables.parsed(nodes_name, expand), variables.parsed(tasks_name, expand_tasks)
+    count_name = "SLURM_STEP_NUM_TASKS"
+    nodes_name = "SLURM_STEP_NODELIST"
+    tasks_name = "SLURM_STEP_TASKS_PER_NODE"
+    rank = variables.number("SLURM_PROCID")
+    node_rank = variables.number("SLURM_NODEID")
+    hosts = variables.parsed(nodes_name, expand)
+    tasks = variables.parsed(tasks_name, expand_tasks)  # number of tasks by node
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", count_name, nodes_name, tasks_name)
     seen = variables.shown(names)
     if len(hosts) != len(tasks):
@@ -213,11 +231,13 @@ def _from_slurm(variables: Variables) -> Topology:
         raise variables.error(
             f"SLURM_NODEID is not less than the number of nodes in {nodes_name}, {len(hosts)} ({seen})"
         )
+    # All ranks assume that rank 0 is on the first node, unless they are told where it is.
     if rank == 0 and node_rank > 0 and not variables.has("HPCDIST_MASTER_ADDR"):
         problem = f"rank 0 is expected on {hosts[0]}, but it is on {hosts[node_rank]} ({seen})"
         fix = f"set HPCDIST_MASTER_ADDR={hosts[node_rank]} for all ranks, or remove --distribution=arbitrary"
         raise TopologyError(f"{problem}; {fix}")
-    job_id, attempt = variables.text("SLURM_JOB_ID"), variables.number("SLURM_RESTART_COUNT", 0)
+    job_id = variables.text("SLURM_JOB_ID")
+    attempt = variables.number("SLURM_RESTART_COUNT", 0)
     return _build(
         variables,
         (*names, "SLURM_JOB_ID"),

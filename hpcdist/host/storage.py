@@ -11,14 +11,17 @@ from typing import Any
 
 from hpcdist.host.time_limits import start
 
-#: File systems of one machine's disk or memory. All others (NFS, Lustre, GPFS, …) count as shared.
-LOCAL = frozenset(
+_ON_DISK = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs", "vfat", "exfat", "overlay", "squashfs")
-) | {"tmpfs", "ramfs"}
+)
 #: File systems in memory.
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
+#: File systems of one machine's disk or memory. All others (NFS, Lustre, GPFS, …) count as shared.
+LOCAL = _ON_DISK | IN_MEMORY
 #: Folders that each machine, or each job, has for itself.
-PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 (nothing is written there)
+PRIVATE = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/run"))  # noqa: S108 (nothing is written there)
+#: Interval of looks for another machine's file.
+_POLL_S = 0.1
 
 
 def mount_of(path: Path) -> tuple[str, str]:
@@ -30,14 +33,17 @@ def mount_of(path: Path) -> tuple[str, str]:
     except OSError:
         return "", ""
     path = path.resolve()
-    kind = source = ""
-    depth = -1
+    kind = ""
+    source = ""
+    deepest = 0
     for mount in mounts:
         point = Path(mount.mountpoint)
-        # The last mount on a folder hides earlier ones.
-        if path.is_relative_to(point) and len(point.parts) >= depth:
-            kind, source = mount.fstype, mount.device
-            depth = len(point.parts)
+        depth = len(point.parts)
+        # The deepest mount above the path has its files. Of two on one folder, the later one hides the earlier one.
+        if path.is_relative_to(point) and depth >= deepest:
+            kind = mount.fstype
+            source = mount.device
+            deepest = depth
     return kind, source
 
 
@@ -49,8 +55,11 @@ def existing(path: Path) -> Path:
 def space(path: Path) -> dict[str, int]:
     """Return `free` and `total` bytes for this user, and `free_files` if the file system counts inodes."""
     status = os.statvfs(existing(path))
-    counts = {"free": status.f_bavail * status.f_frsize, "total": status.f_blocks * status.f_frsize}
-    if status.f_files:
+    counts = {
+        "free": status.f_bavail * status.f_frsize,  # without the blocks that are reserved for root
+        "total": status.f_blocks * status.f_frsize,
+    }
+    if status.f_files:  # 0 if it does not count inodes
         counts["free_files"] = status.f_favail
     return counts
 
@@ -58,7 +67,8 @@ def space(path: Path) -> dict[str, int]:
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
     """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent."""
     block = os.urandom(2**20)  # incompressible
-    began, written = time.perf_counter(), 0
+    written = 0
+    began = time.perf_counter()
     with NamedTemporaryFile(dir=existing(folder), prefix=".preflight-", buffering=0) as file:
         while written < num_bytes and time.perf_counter() - began < limit_s:
             written += file.write(block[: num_bytes - written])
@@ -77,30 +87,34 @@ def sees(path: Path, content: str, limit_s: float) -> bool:
             pass  # not visible yet
         if time.monotonic() > until:
             return False
-        time.sleep(0.1)
+        time.sleep(_POLL_S)
 
 
 def lock_problem(folder: Path) -> str:
     """Return why flock does not exclude a second process of this machine in a folder; empty if it does."""
-    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    # Ends with an error if another process holds the lock.
+    program = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     try:
         with NamedTemporaryFile(dir=folder, prefix=".lock-") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A second process, because some network file systems identify lock owners by process.
-            done = subprocess.run([sys.executable, "-c", code, file.name], capture_output=True, check=False)
-        return "" if done.returncode else "two processes got the same lock"
+            second = subprocess.run([sys.executable, "-c", program, file.name], capture_output=True, check=False)
     except OSError as error:
         return error.strerror or str(error)
+    if second.returncode == 0:
+        return "two processes got the same lock"
+    return ""
 
 
 def describe(folder: Path, limit_s: float) -> dict[str, Any]:
     """Return `folder`, `kind`, `source` and space of a path's file system; `error` if it fails or does not answer."""
-    found: dict[str, Any] = {"folder": str(folder)}
+    facts: dict[str, Any] = {"folder": str(folder)}
     try:
-        found["kind"], found["source"] = start(lambda: mount_of(folder)).result(limit_s)
-        found |= start(lambda: space(folder)).result(limit_s)
+        # In threads, because a call to a file system that hangs does not return.
+        facts["kind"], facts["source"] = start(lambda: mount_of(folder)).result(limit_s)
+        facts |= start(lambda: space(folder)).result(limit_s)
     except TimeoutError:
-        found["error"] = f"no answer in {limit_s:g} s"
+        facts["error"] = f"no answer in {limit_s:g} s"
     except OSError as error:
-        found["error"] = error.strerror or str(error)
-    return found
+        facts["error"] = error.strerror or str(error)
+    return facts

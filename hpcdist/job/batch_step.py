@@ -52,7 +52,7 @@ class JobLog:
     def __init__(self, run: RunDir | None = None) -> None:
         #: Run in whose folder the job's nodes and queue time are recorded; None if they are recorded already.
         self._run = run
-        #: File with the result of the collective check; None if it has been logged.
+        #: File with the result of the collective check of this attempt; None if nothing is left to be logged.
         self._network: Path | None = None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
@@ -96,7 +96,7 @@ def supervise_job(run_dir: str) -> State:
     An error before the first attempt is recorded as the end of the run. Raises RunFolderError if the run does not
     exist or another job holds it, and LeaseLostError if another supervisor takes it over.
     """
-    # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2.
+    # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2. `Supervisor` sets its own.
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     # Slurm sends SIGUSR2 to the ranks ahead of the time limit. The supervisor knows the limit without it.
@@ -125,10 +125,12 @@ def supervise_job(run_dir: str) -> State:
 
 
 def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
+    """Supervise a run with its own config, code and environment, which its folder holds. Returns its last state."""
     # Slurm passes the environment of the submitting shell; values recorded for the run take precedence.
     config = load_run_config(run.config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env, IDENTITY_VARIABLE: identity(run.path)}
     code = snapshot.code_state(run)
+    # The folders of the submitting machine, if the nodes have them, too. The code itself is in the run folder.
     cwd = Path(code.cwd)
     if not cwd.is_dir():
         cwd = run.path
@@ -148,14 +150,17 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     launcher = SlurmLauncher(run, config, job, environment, import_path=import_path, cwd=cwd, box=box)
     for line in rank_table_lines(launcher.nodes.sized(config), launcher.nodes.used.names):
         log.info("%s", line)
+    # SQLite is not safe on a shared file system: `follow` or `sync` on the login node ships the run.
+    tracking_uri = None
+    if is_server(uri):
+        tracking_uri = uri
     with launcher:
         supervisor = Supervisor(
             run,
             config,
             launcher,
             JobLog(run),
-            # SQLite is not safe on a shared file system: `follow` or `sync` on the login node ships the run.
-            tracking_uri=uri if is_server(uri) else None,
+            tracking_uri=tracking_uri,
             env=env,
             check_lease=held.check,
             job=SupervisedJob(config.cluster, job, launcher),
@@ -258,7 +263,7 @@ def _create_in_job(
     run: RunDir, config: Config, env: Mapping[str, str], cwd: Path, job: CurrentJob, origin: Origin | None
 ) -> RunDir:
     """Create the folder of a run in the first start of its job; `run` is the planned folder."""
-    # The job was killed while it created the folder, whose name is unique to the job.
+    # Without `run.slurm`, the job was killed while it created this folder, whose name only this job uses.
     if run.name.endswith(f"-job{job.id}") and run.path.is_dir() and not run.slurm.exists():
         shutil.rmtree(run.path)
     cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
@@ -293,7 +298,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
     if int(env.get("SLURM_HET_SIZE") or 0) > 1:
         fix = "request one allocation for all roles, and place them by cluster.roles"
         raise ConfigError(f"the job is heterogeneous (`#SBATCH hetjob`), and a run needs one allocation: {fix}")
-    # Without --ntasks-per-node only the second variable is set, and may count processors.
+    # Without --ntasks-per-node only the second variable is set; it may be the number of processors.
     tasks_text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
     tasks = set(expand_tasks(tasks_text))
     if len(tasks) != 1:
@@ -307,6 +312,9 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
     # Slurm sets these variables only if the script requests GPUs.
     gpus_text = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
     gpu_type, gpus = parse_gpus(gpus_text)
+    minutes = cluster.time_limit_min
+    if time_limit_min:
+        minutes = int(time_limit_min)
     return replace(
         cluster,
         partition=env.get("SLURM_JOB_PARTITION"),
@@ -318,5 +326,5 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         gpus_per_node=gpus,
         gpu_type=gpu_type,
         mem=env.get("SLURM_MEM_PER_NODE"),
-        time_limit_min=int(time_limit_min) if time_limit_min else cluster.time_limit_min,
+        time_limit_min=minutes,
     )

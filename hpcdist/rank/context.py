@@ -24,6 +24,7 @@ from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
 from hpcdist.rank.elastic_loop import Elastic
+from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.loop_state import LoopState, Stateful
 from hpcdist.rank.micro_batches import (
     SavedDivision,
@@ -35,7 +36,7 @@ from hpcdist.rank.rank_roles import RankRoles
 from hpcdist.rank.report_data import ReportData
 from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
-from hpcdist.rank.stopping import LiveCommands, StopAgreement
+from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.reached_steps import reached_before

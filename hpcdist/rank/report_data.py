@@ -20,7 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class ReportData:
-    """Datasets, size of the model, figures, artifacts and per-sample results of a run. `Context` creates it."""
+    """Datasets, size of the model, figures, artifacts and per-sample results of a run. `Context` creates it.
+
+    Args:
+        notes: the file with facts about the training, which only rank 0 writes.
+        monitor: the metric by which the best checkpoint is kept.
+        step: returns the number of steps done.
+        waiting: returns a block whose time counts as waiting for other ranks.
+    """
 
     def __init__(
         self,
@@ -96,22 +103,23 @@ class ReportData:
             return
         positions = torch.as_tensor(indices).cpu().long()
         results = torch.as_tensor(values).detach().cpu().float()
-        ends: list[int] = []  # the smallest and the largest position
+        bounds: list[int] = []  # the smallest and the largest position; none without samples
         if positions.numel():
-            ends = [int(position) for position in positions.aminmax()]
+            bounds = [int(position) for position in positions.aminmax()]
         has_one_each = positions.ndim == 1 and positions.shape == results.shape
-        if not has_one_each or any(end not in range(MAX_RESULTS) for end in ends):
+        if not has_one_each or any(bound not in range(MAX_RESULTS) for bound in bounds):
+            given = f"{list(results.shape)} values and {list(positions.shape)} indices"
             raise TrainerError(
-                f"ctx.report.log_samples: {list(results.shape)} values and {list(positions.shape)} indices from"
-                f" {' to '.join(map(str, ends))}: pass a value and an index, 0 to {MAX_RESULTS - 1:,}, for each sample"
+                f"ctx.report.log_samples: {given} from {' to '.join(map(str, bounds))}:"
+                f" pass a value and an index, 0 to {MAX_RESULTS - 1:,}, for each sample"
             )
         with self._waiting():
             gathered = self._groups.gather((positions, results))
         self._samples = b""
-        if self._is_main:
-            of_dataset = _in_order(gathered)
-            if of_dataset:
-                self._samples = npy(of_dataset)
+        if self._is_main:  # only rank 0 gets the parts of all ranks
+            in_order = _in_order(gathered)
+            if in_order:
+                self._samples = npy(in_order)
 
     def take_samples(self, metrics: Mapping[str, float]) -> bytes:
         """Return the per-sample results for a checkpoint with these metrics; empty without the monitored one."""
@@ -130,7 +138,7 @@ def _in_order(parts: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     if len(indices):
         num_samples = int(indices.max()) + 1
     results = torch.full((num_samples,), math.nan)
-    results[indices] = values
+    results[indices] = values  # a sample of several ranks keeps one of its results
     if not bool(results.isfinite().all()):
         log.warning("results of ctx.report.log_samples are not kept: some samples have none, or none that is finite")
         return []

@@ -38,7 +38,8 @@ from hpcdist.tracking.rank_records import RankRecords
 
 if TYPE_CHECKING:
     from hpcdist.rank.context import Context
-    from hpcdist.rank.stopping import LiveCommands, StopAgreement
+    from hpcdist.rank.live_commands import LiveCommands
+    from hpcdist.rank.stopping import StopAgreement
 
 #: Folder of checkpoints outside of a run, in the current folder.
 LOCAL_CHECKPOINTS = "checkpoints"
@@ -248,9 +249,10 @@ class RunningScript:
         import torch.distributed as dist
 
         from hpcdist.rank.device import initialized_device
+        from hpcdist.rank.live_commands import LiveCommands
         from hpcdist.rank.private_network import interface_env
         from hpcdist.rank.process_group import call_of_all_ranks
-        from hpcdist.rank.stopping import LiveCommands, StopAgreement
+        from hpcdist.rank.stopping import StopAgreement
 
         is_alone = len(self._ranks) == 1
         if not is_alone and not dist.is_initialized():

@@ -6,7 +6,8 @@
     attempts/001/command-001.rank-00000.json     the result of a rank
 
 The command line and the shipper write commands. Rank 0 checks for the next number and sends it to the other ranks
-(`rank/stopping.py`). A command is part of one attempt: a restart drops commands that the ranks have not obeyed.
+(`rank/stopping.py`), which obey it (`rank/live_commands.py`). A command is part of one attempt: a restart drops those
+that the ranks have not obeyed.
 """
 
 import itertools

@@ -1,6 +1,7 @@
 """The entry points of MLflow's plugins: the tracking store and the artifact repository of the scheme `hpcdist`.
 
-MLflow loads this module whenever it is imported, on its own way through its modules. Therefore it imports nothing.
+MLflow imports this module while MLflow itself is being imported. Therefore it imports neither MLflow nor anything that
+does, except in its functions, which MLflow calls later.
 """
 
 from typing import Any

@@ -20,19 +20,20 @@ from hpcdist.host.ownership import write_private
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-# The token check in front of MLflow's server that `hpcdist ui` starts.
+# The token check in front of MLflow's server, in the process of this server.
 #
 # MLflow loads `create_app` as an app plugin (entry point `mlflow.app`, name `hpcdist-token`). Every request, for pages,
 # API and artifacts alike, must carry the token of this start: as a cookie, which the printed link sets, or as
 # `Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`. The link is printed when
 # MLflow has started; `hpcdist ui` has made the listening socket before.
 
-#: Path of the file that holds the token; `hpcdist ui` sets it for the server.
+#: Environment variables that `hpcdist ui` sets for the server: the path of the file that holds the token, and the link
+#: that is printed when MLflow has started.
 TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
-#: The link that is printed when MLflow has started.
 LINK = "HPCDIST_UI_LINK"
-#: Sets two keys of MLflow: it has opened the panel of its assistant, which it does on the first visit of a browser,
-#: and its pages are those for training, not those for LLM applications. The fragment of the link names the page.
+#: The page of the printed link. Its script opens the page of MLflow that the fragment of the link names. Before that,
+#: it sets two keys of MLflow 3.17: that it has opened the panel of its assistant, which it otherwise does on the first
+#: visit of a browser, and that its pages are those for training, not those for LLM applications.
 _ENTRY = """<!doctype html><title>hpcdist ui</title><script>
 localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
 localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
@@ -45,10 +46,11 @@ HELP = (
 )
 #: Headers of the answers that hpcdist gives itself.
 _PRIVATE = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
-#: Code with which a websocket is closed (RFC 6455).
+#: Code with which the server closes a websocket that it does not accept (RFC 6455).
 _POLICY_VIOLATION = 1008
 FOREIGN_ORIGIN = "This request comes from a page of another server; its cookie is not accepted."
 
+# Types of ASGI, the interface between uvicorn and applications.
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
@@ -59,7 +61,8 @@ def create_app() -> "TokenGate":
     """Return MLflow's server behind the token check; called by uvicorn in the server process."""
     from mlflow.server.fastapi_app import app
 
-    return TokenGate(app, Path(os.environ[TOKEN_FILE]).read_text().strip(), os.environ.get(LINK, ""))
+    token = Path(os.environ[TOKEN_FILE]).read_text().strip()
+    return TokenGate(app, token, os.environ.get(LINK, ""))
 
 
 class TokenGate:
@@ -71,7 +74,7 @@ class TokenGate:
         self._link = link
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":  # from the start to the end of the server
+        if scope["type"] == "lifespan":  # one call, from the start to the end of the server
 
             async def announce(message: Scope) -> None:
                 await send(message)
@@ -91,12 +94,14 @@ class TokenGate:
 
         request = Request(scope)
         # With the port: browsers send a cookie of 127.0.0.1 to all of its ports.
-        cookie = f"hpcdist-ui-{scope['server'][1]}"
+        _, port = scope["server"]
+        cookie = f"hpcdist-ui-{port}"
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         if scope["path"] == "/" and self._is_token(request.query_params.get("token", "")):
             # The printed link: set the cookie, and open the address without the token.
             headers = {"set-cookie": f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"}
             return HTMLResponse(_ENTRY, headers=_PRIVATE | headers)
+        # A page of another server can make a browser send the cookie, but not this header.
         if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
             return self._app
         if not self._is_token(request.cookies.get(cookie, "")):
@@ -106,6 +111,7 @@ class TokenGate:
         return self._app
 
     def _is_token(self, offered: str) -> bool:
+        """Compare in constant time, so that the time of an answer does not show how much of a token is right."""
         return bool(offered) and hmac.compare_digest(offered.encode(), self._token.encode())
 
 
@@ -118,6 +124,7 @@ def _is_foreign(request: "Request") -> bool:
     origin = headers.get("origin")
     if origin:
         return origin != f"http://{headers.get('host')}"
+    # Browsers send no origin with requests that only read. A link on another page may lead here.
     site = headers.get("sec-fetch-site", "none")
     return site not in ("same-origin", "none") and headers.get("sec-fetch-mode") != "navigate"
 
@@ -135,9 +142,10 @@ def _refusal(request: "Request", status: int, code: str, message: str) -> App:
     return JSONResponse({"error_code": code, "message": message}, status, headers)
 
 
-# The start of the server: its socket, its token, its command and its environment.
+# The start of the server by `hpcdist ui`: its socket, its token, its command and its environment.
 
 HOST = "127.0.0.1"
+#: Name of the entry point that leads MLflow to `create_app`.
 APP = "hpcdist-token"
 
 
@@ -161,7 +169,8 @@ def listen(port: int) -> socket.socket:
         raise UserMistake(
             f"port {port} of {HOST} cannot be used ({error.strerror}): choose another one with --port"
         ) from error
-    # Connections inherit it. asyncio does not set it, since uvicorn takes each descriptor for a Unix socket.
+    # The connections inherit it. Without it, answers in several parts wait for acknowledgements. asyncio does not set
+    # it, since uvicorn treats a descriptor that it is given as a Unix socket.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -186,7 +195,7 @@ def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
 def command(port: int) -> list[str]:
     """Return the command of the server, whose standard input is the listening socket."""
     options = ["--host", HOST, "--port", str(port), "--workers", "1", "--app-name", APP]
-    # The log of requests would repeat the token, and the line on the start has an address without it.
+    # The log of requests would show the token, and the line about the start would show an address without it.
     uvicorn = "--fd 0 --no-access-log --log-level warning"
     return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", uvicorn]
 
@@ -210,7 +219,7 @@ def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
         "MLFLOW_REGISTRY_STORE_URI": store,
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONSAFEPATH": "1",  # a click.py in the current folder is not the one that MLflow imports
+        "PYTHONSAFEPATH": "1",  # MLflow must not import a click.py of the current folder
         TOKEN_FILE: str(token_file),
         LINK: link,
     }

@@ -22,6 +22,10 @@ from hpcdist.trainers.rl.policy import Actor, log_prob
 log = logging.getLogger(__name__)
 #: The supervisor detects a hung rank, and names it, so many seconds before the agent's call to it fails.
 HANG_MARGIN_S = 60
+#: Second part of the seeds of collectors; `EVALUATION` in `train.py` is that of the agent's test environments.
+_COLLECTION = 0
+#: Smallest number whose logarithm is taken, since that of 0 is not finite.
+_TINY = np.float32(1e-30)
 
 
 class Rollout(NamedTuple):
@@ -58,25 +62,32 @@ class Collector:
         self._problem = problem
         self._seed = seed
         self._index = index
-        self._envs = make_environments(problem, num_envs, np.random.default_rng([seed, 0, index, 0]))
-        self._returns = np.zeros(num_envs)
+        self._envs = make_environments(problem, num_envs, self._generator(0))
+        self._returns = np.zeros(num_envs)  #: of the current episodes, up to the last rollout
+
+    def _generator(self, part: int) -> np.random.Generator:
+        """Return the random numbers of a part of the run: 0 makes the environments, 1 + n is rollout n."""
+        return np.random.default_rng([self._seed, _COLLECTION, self._index, part])
 
     def collect(
         self, number: int, num_steps: int, infer: Callable[[Floats], Floats], log_std: Tensor | None = None
     ) -> Rollout:
-        """Collect rollout `number` of all environments. `log_std` is None for discrete actions, see `Policy`."""
-        problem, envs = self._problem, self._envs
-        rng = np.random.default_rng([self._seed, 0, self._index, 1 + number])
+        """Collect rollout `number` of all environments.
+
+        Args:
+            infer: returns the policy's outputs [n, num_outputs] for observations [n, num_inputs]: logits of discrete
+                actions, or means of the others.
+            log_std: logarithms of the standard deviations; None for discrete actions.
+        """
+        problem = self._problem
+        envs = self._envs
+        rng = self._generator(1 + number)
         steps = (num_steps, envs.num_envs)
         shape = (*steps, problem.num_outputs)
-        # Drawn for all steps at once: one call per step would cost as much as the step, tens of microseconds.
-        if log_std is None:  # the argmax of logits + Gumbel noise is a sample of their softmax
-            exponential = rng.standard_exponential(shape, np.float32)
-            noise = -np.log(np.maximum(exponential, np.float32(1e-30)))  # the logarithm of 0 is not finite
-            actions: NDArray[Any] = np.empty(steps, np.int64)
-        else:
-            noise = rng.standard_normal(shape, np.float32) * log_std.exp().numpy()
-            actions = np.empty(shape, np.float32)
+        noise = _noise(rng, shape, log_std)
+        actions: NDArray[Any] = np.empty(shape, np.float32)
+        if log_std is None:
+            actions = np.empty(steps, np.int64)
         envs.begin(rng)
         outputs = np.empty(shape, np.float32)
         observations = np.empty((num_steps + 1, envs.num_envs, problem.num_inputs), np.float32)
@@ -92,7 +103,7 @@ class Collector:
                 np.argmax(output + noise[t], axis=1, out=actions[t])
             else:
                 np.add(output, noise[t], out=actions[t])
-            np.logical_not(envs.over, out=valid[t])
+            np.logical_not(envs.over, out=valid[t])  # the step after an episode's end only resets the environment
             observations[t + 1], rewards[t], terminated[t], truncated[t] = envs.step(problem.to_env(actions[t]))
         sums = self._returns + np.cumsum(rewards, axis=0, dtype=np.float64)
         returns, self._returns = _per_episode(sums, terminated | truncated)
@@ -118,22 +129,44 @@ class Collector:
         self._returns = state["returns"].numpy().copy()
 
 
-def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the sum over each episode that ended, by environment, and over the current episode of each [n].
+def _noise(rng: np.random.Generator, shape: tuple[int, ...], log_std: Tensor | None) -> Floats:
+    """Return the noise that makes outputs of a policy actions: of logits if `log_std` is None, else of means.
 
-    `sums` are cumulative over the steps of each environment, [T, n]; `ends` marks the last steps of episodes.
+    It is drawn for all steps at once: one call per step would cost as much as the step, tens of microseconds.
     """
-    env, step = np.nonzero(ends.T)
+    if log_std is None:  # the argmax of logits + Gumbel noise is a sample of their softmax
+        exponential = rng.standard_exponential(shape, np.float32)
+        gumbel: Floats = -np.log(np.maximum(exponential, _TINY))
+        return gumbel
+    normal: Floats = rng.standard_normal(shape, np.float32) * log_std.exp().numpy()
+    return normal
+
+
+def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Divide rewards among episodes.
+
+    Args:
+        sums: sums of each environment's rewards from the begin of its first episode to each step, [T, n].
+        ends: whether a step is the last one of an episode, [T, n].
+
+    Returns the sums over the episodes that ended, [episodes], and over the current episode of each environment, [n].
+    """
+    env, step = np.nonzero(ends.T)  # the ends of the first environment, then those of the next
     at_end = sums[step, env]
+    # Without the rewards of the same environment's earlier episodes.
     ended = at_end.copy()
-    ended[1:] -= np.where(env[1:] == env[:-1], at_end[:-1], 0)
-    before = np.zeros_like(sums[-1])
-    before[env] = at_end  # of several ends, the assignment keeps the last
-    return ended, sums[-1] - before
+    has_earlier = env[1:] == env[:-1]
+    ended[1:] -= np.where(has_earlier, at_end[:-1], 0)
+    last_end = np.zeros_like(sums[-1])
+    last_end[env] = at_end  # of several ends, the assignment keeps the last
+    return ended, sums[-1] - last_end
 
 
 def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
-    """Return the number of collectors: that of the checkpoint, unless there are more observers."""
+    """Return the number of collectors: that of the checkpoint, unless there are more observers.
+
+    So fewer observers step the same environments, and an update learns from as many steps as before.
+    """
     if saved is None:
         return num_observers
     num_collectors = int(saved.trainer["num_collectors"])
@@ -171,7 +204,7 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
         ctx.save(step, model=None, trainer={}, local={"collectors": states})
 
     with rpc_group(ctx, {"collect": collect}) as rpc:
-        ctx.roles.agree_among([0])
+        ctx.roles.agree_among([0])  # only the agent counts steps and decides on a stop
         rpc.serve({"save": save})
 
 
@@ -185,13 +218,18 @@ def load_collectors(collectors: Mapping[int, Collector], saved: Restored) -> Non
 
 
 class ObserverGroup:
-    """All observers, for the agent; `pending` are the rollouts of the next update in a checkpoint."""
+    """All observers, for the agent.
+
+    Args:
+        pending: rollouts of the next update, which a checkpoint holds.
+    """
 
     def __init__(self, rpc: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
         self.num_collectors = num_collectors
         self._rpc = rpc
         self._is_async = cfg.section(RlConfig).mode == "async"
         self._timeout_s = cfg.launch.hang_s + HANG_MARGIN_S
+        #: Rollouts of the next update: received, or as requests, one for each observer.
         self._pending: Sequence[Future[list[tuple[Tensor, ...]]] | Rollout] = pending
 
     def next_rollout(self, number: int, weights: dict[str, Tensor]) -> Rollout:
@@ -213,12 +251,12 @@ class ObserverGroup:
         return rollout
 
     def wait(self) -> list[Rollout]:
-        """Wait for the pending rollouts and return them; they stay pending."""
+        """Wait for the pending rollouts and return them. They stay pending, so that a checkpoint can hold them."""
         received: list[Rollout] = []
         for item in self._pending:
             if isinstance(item, Rollout):
                 received.append(item)
-            else:
+            else:  # RPC passes named tuples on as tuples
                 received += [Rollout(*tensors) for tensors in item.result()]
         self._pending = received
         return received

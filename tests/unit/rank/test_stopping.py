@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from hpcdist.host.json_files import read_if_valid, write_json
-from hpcdist.rank import stopping
+from hpcdist.rank import live_commands, stopping
+from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.processes import STOP_SIGNALS, StopFlag
-from hpcdist.rank.stopping import LiveCommands, StopAgreement
+from hpcdist.rank.stopping import StopAgreement
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.rank_requests import CommandResult, LiveCommand, RequestReader, send_command
@@ -61,7 +62,7 @@ class OneRank:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneRank:
     monkeypatch.setattr(stopping, "REQUEST_INTERVAL_S", 0.0)
     monkeypatch.setattr(stopping, "AGREEMENT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(stopping, "READ_INTERVAL_S", 0.0)
+    monkeypatch.setattr(live_commands, "READ_INTERVAL_S", 0.0)
     run = RunDir.create(tmp_path / "runs" / "e" / "r")
     run.config.write_text("trainer: {target: ddp, script: []}\n")
     run.new_attempt()
@@ -129,7 +130,7 @@ def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
 
     rank.send(profile(1, 0))
     rank.agreement.newest_profile = 1
-    monkeypatch.setattr(stopping, "read_command", read)
+    monkeypatch.setattr(live_commands, "read_command", read)
     for step in range(3):
         rank.commands.step_done(step)
     assert rank.commands.profile_is_due
