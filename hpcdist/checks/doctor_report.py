@@ -1,26 +1,25 @@
-"""`hpcdist doctor`: its sections about a machine or a run, run with time limits, and the page that shows them."""
+"""`hpcdist doctor`: its sections about a machine or a run, run with time limits."""
 
 import os
 import secrets
 import shutil
 import socket
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checks import machine_checks, site
+from hpcdist.checks import machine_checks
 from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
-from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.checks.runs_folder_checks import folder_checks
+from hpcdist.checks.slurm_checks import SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.slurm_notation import expand
-from hpcdist.errors import plural
 from hpcdist.host import gpu_info, machine, versions
 from hpcdist.host.check_result import Check, note, ok, warning
 from hpcdist.host.gpu_info import DRIVER_S, driver_version, gpu_device_files, visible_gpus
@@ -106,7 +105,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
         return machine_checks.resource_checks(machine_checks.ResourceLimits.inspect())
 
     def runs() -> list[Check]:
-        return site.folder_checks(folder, on_cluster=slurm().reached, in_container=in_container)
+        return folder_checks(folder, on_cluster=slurm().reached, in_container=in_container)
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
@@ -136,7 +135,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     ]
 
 
-def _is_node(slurm: site.SlurmFacts, host: str) -> bool:
+def _is_node(slurm: SlurmFacts, host: str) -> bool:
     """Return whether a host is a node of a partition."""
     groups: list[NodeGroup] = []
     for partition in slurm.partitions or []:
@@ -324,80 +323,3 @@ def _env_outside_jobs() -> dict[str, str]:
         if name == "SLURM_CONF" or not name.startswith("SLURM_"):
             env[name] = value
     return env
-
-
-#: Sections: title and results.
-Page = Sequence[tuple[str, Sequence[Check]]]
-#: Widths of the columns before the text: margin, level and name of a check.
-_INDENT = 2
-_MARK = 9
-_NAME = 15
-#: Column in which the text begins.
-_TEXT = _INDENT + _MARK + _NAME
-#: On a narrower terminal, the terminal breaks the lines.
-_MIN_WIDTH = 60
-
-
-def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[tuple[str, str]]:
-    """Yield the lines of one section, each with its style: `title`, a level, or empty."""
-    if checks:
-        yield "title", title
-    for check in checks:
-        name = check.name
-        if check.node != check.name:  # a check of a node may have the node's name
-            name = f"{check.node} {check.name}".strip()
-        mark: str = check.level
-        if check.level == "failure":
-            mark = mark.upper()
-        head = f"{'':{_INDENT}}{mark:<{_MARK}}{name:<{_NAME}}"
-        if not head.endswith(" "):  # the name fills its column
-            head += " "
-        yield from _wrapped(check.level, head, check.text, width, _TEXT)
-        if check.fix:
-            yield from _wrapped("", f"{'':{_TEXT}}→ ", check.fix, width, _TEXT + 2)
-
-
-def _wrapped(style: str, head: str, text: str, width: int, indent: int) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a text after `head`; the first one has the style, the others are indented."""
-    # rich would break long words such as paths and commands.
-    lines = textwrap.wrap(
-        text,
-        max(width, _MIN_WIDTH),
-        initial_indent=head,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    for line in lines or [head]:
-        yield style, line.rstrip()
-        style = ""
-
-
-def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the summary, each with its style: whether a run would fail, and why."""
-    failures = []
-    num_warnings = 0
-    for title, checks in page:
-        failures += [(title, check) for check in checks if check.level == "failure"]
-        num_warnings += sum(check.level == "warning" for check in checks)
-    others = f"{plural(num_warnings, 'warning')} above" if num_warnings else "no warnings"
-    if not failures:
-        yield "ok", f"No problem found that would make a run fail; {others}."
-        return
-    yield "failure", f"{plural(len(failures), 'problem')} would make a run fail ({others}):"
-    for title, check in failures:
-        where = f"{check.node}: " if check.node else ""
-        yield from _wrapped("", "  - ", f"{where}{title}, {check.name}: {check.text}", width, 4)
-
-
-def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report as a document: `facts` (version, host, time, …), `would_fail`, and all checks by section."""
-    entries = []
-    for title, checks in page:
-        entries += [{"section": title, **asdict(check)} for check in checks]
-    return {**facts, "would_fail": would_fail(page), "checks": entries}
-
-
-def would_fail(page: Page) -> bool:
-    """Return whether a run would fail: whether the report has a failure."""
-    return any(check.level == "failure" for _, checks in page for check in checks)

@@ -19,7 +19,7 @@ import psutil
 
 import hpcdist
 from hpcdist.checks import node_facts
-from hpcdist.checks.site import GIB, version_of
+from hpcdist.checks.node_facts import GIB
 from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.errors import plural
 from hpcdist.host import cgroups
@@ -28,6 +28,7 @@ from hpcdist.host.check_result import Check, failure, note, ok, warning
 from hpcdist.host.gpu_info import Gpu
 from hpcdist.host.image_identity import install_command
 from hpcdist.host.time_limits import last_line, run_within
+from hpcdist.host.versions import version_of
 from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import readable
 from hpcdist.run.folder import RunDir

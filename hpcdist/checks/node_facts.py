@@ -27,6 +27,7 @@ WITNESS_S = 3.0
 WRITE_BYTES, WRITE_S = 4 * 2**20, 1.5
 
 MB = 1e6
+GIB = 2**30
 #: Assumed need of a checkpoint before the first one is saved.
 LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
 FEW_FILES, NO_FILES = 1000, 50

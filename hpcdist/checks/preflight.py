@@ -140,11 +140,12 @@ def _version_levels(needs: Needs) -> dict[str, Level]:
 
 def _version_check(key: str, level: Level, node: str, version: str, usual: str, num_usual: int) -> Check:
     """Report a version of a node (empty without one) that `num_usual` nodes do not have."""
+    name = _SHOWN_VERSIONS.get(key, key)
+    package = name.removeprefix("the code of ")
     others = f"the other {num_usual} nodes have"
     if num_usual == 1:
         others = "the first node has"
-    text = f"{_SHOWN_VERSIONS.get(key, key)} {version or 'is missing'}, {others} {usual or 'none'}"
-    package = _SHOWN_VERSIONS.get(key, key).removeprefix("the code of ")
+    text = f"{name} {version or 'is missing'}, {others} {usual or 'none'}"
     fix = f"install {package} as on the others on {node}, or exclude it (cluster.exclude={node})"
     return Check(name="version", level=level, text=text, fix=fix, node=node)
 

@@ -72,7 +72,8 @@ def doctor(
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
     import hpcdist
-    from hpcdist.checks.doctor_report import document, execute, run_sections, would_fail
+    from hpcdist.checks.doctor_page import document, would_fail
+    from hpcdist.checks.doctor_report import execute, run_sections
     from hpcdist.config.loading import load_run_config
     from hpcdist.host.ownership import require_trusted
     from hpcdist.run.kept_secrets import kept
@@ -113,7 +114,7 @@ def _machine_sections(runs_dir: Path, uri: str, folder: Path) -> list[Section]:
         folder: the folder that a run writes to.
     """
     from hpcdist.checks.doctor_report import machine_sections
-    from hpcdist.checks.site import store_checks
+    from hpcdist.checks.store_checks import store_checks
     from hpcdist.errors import TrackingError
     from hpcdist.host.check_result import warning
     from hpcdist.tracking.uri import choose_uri
@@ -136,7 +137,8 @@ def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
 
 def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
     """Print the report section by section as the checks complete, and return it."""
-    from hpcdist.checks.doctor_report import execute, section_lines, summary_lines
+    from hpcdist.checks.doctor_page import section_lines, summary_lines
+    from hpcdist.checks.doctor_report import execute
 
     out = console()
     width = min(out.width, _MAX_WIDTH)

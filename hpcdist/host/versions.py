@@ -70,3 +70,13 @@ from __future__ import annotations
 import json
 print({VERSIONS_MARK!r}, json.dumps(versions()), flush=True)
 """
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
+    from importlib import metadata  # 20 ms, which only `hpcdist doctor` needs
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

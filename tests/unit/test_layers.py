@@ -44,8 +44,9 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor cli
-checks.doctor_report checks.machine_checks
-checks.node_facts checks.node_links checks.node_probe checks.preflight checks.site
+checks.doctor_page checks.doctor_report checks.machine_checks
+checks.node_facts checks.node_links checks.node_probe checks.preflight
+checks.runs_folder_checks checks.slurm_checks checks.store_checks
 trainers.comm.results
 rank.processes rank.parent rank.private_network
 """.split()  # noqa: SIM905

@@ -12,20 +12,12 @@ from typing import Any
 import pytest
 from slurm_recordings import recorded
 
-from hpcdist.checks import doctor_report as doctor_report
-from hpcdist.checks.doctor_report import (
-    Section,
-    document,
-    execute,
-    node_checks,
-    run_sections,
-    section_lines,
-    summary_lines,
-    would_fail,
-)
+from hpcdist.checks import doctor_report
+from hpcdist.checks.doctor_page import document, section_lines, summary_lines, would_fail
+from hpcdist.checks.doctor_report import Section, execute, node_checks, run_sections
 from hpcdist.checks.node_probe import ProbeRequest
 from hpcdist.checks.preflight import Needs
-from hpcdist.checks.site import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.checks.slurm_checks import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.host.check_result import Check

@@ -15,8 +15,11 @@ import pytest
 from hpcdist_runs import unused_port
 from http_servers import serving
 
-from hpcdist.checks import site as module
-from hpcdist.checks.site import GIB, folder_checks, store_checks
+from hpcdist.checks import runs_folder_checks
+from hpcdist.checks import store_checks as module
+from hpcdist.checks.node_facts import GIB
+from hpcdist.checks.runs_folder_checks import folder_checks
+from hpcdist.checks.store_checks import store_checks
 from hpcdist.host import storage
 from hpcdist.host.check_result import Check
 
@@ -222,6 +225,6 @@ def test_file_system_that_nodes_may_not_see_is_a_warning(tmp_path: Path, monkeyp
         assert (check.level, text in check.text) == (level, True), check
     monkeypatch.setattr(storage, "mount_of", lambda path: ("overlay", "overlay"))
     for own_layer, level, fix in ((True, "warning", f"mount a folder: -v $PWD/runs:{tmp_path}"), (False, "ok", "")):
-        monkeypatch.setattr(module, "is_in_container_layer", lambda place, own_layer=own_layer: own_layer)
+        monkeypatch.setattr(runs_folder_checks, "is_in_container_layer", lambda place, own_layer=own_layer: own_layer)
         check = folder_checks(tmp_path, in_container=True)[1]
         assert (check.level, check.fix) == (level, fix)

@@ -19,7 +19,7 @@ from hpcdist.checks.machine_checks import (
     resource_checks,
     trial_checks,
 )
-from hpcdist.checks.site import GIB
+from hpcdist.checks.node_facts import GIB
 from hpcdist.host.check_result import Check
 from hpcdist.host.gpu_info import Gpu
 

@@ -16,7 +16,7 @@ from command_line import Cli, Make, Result, SetJob, job, make_sweep, one_line
 from typer.main import get_command
 
 from hpcdist.checks import doctor_report as checks_doctor
-from hpcdist.checks import machine_checks, site
+from hpcdist.checks import machine_checks, slurm_checks
 from hpcdist.cli import runs
 from hpcdist.cli.app import make_app
 from hpcdist.errors import RunFolderError
@@ -439,7 +439,7 @@ def checked(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(machine_checks, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")])
-    monkeypatch.setattr(checks_doctor, "read_slurm", lambda: site.SlurmFacts(missing=site.NEEDED))
+    monkeypatch.setattr(checks_doctor, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
     which = shutil.which
 
     def without_slurm(name: str, *more: Any, **named: Any) -> str | None:
