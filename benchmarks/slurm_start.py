@@ -33,7 +33,7 @@ from pathlib import Path
 
 from harness import BASELINES, HPCDIST, NO_WARM_UP, argument_parser, clean_env, commit_all, median_ratio, signal_tree
 
-from hpcdist.devcluster import cluster
+from hpcdist.devcluster import cluster, cluster_status
 from hpcdist.devcluster.settings import Layout
 
 STEP_WITHIN_S = 120.0
@@ -68,11 +68,11 @@ launch: {{device: cpu, num_threads: 1}}
 def dev_cluster(num_nodes: int) -> Iterator[dict[str, str]]:
     """Yield the variables of a running cluster; a cluster that was started here is stopped at the end."""
     layout = Layout()
-    was_up = cluster.status(layout).is_up
+    was_up = cluster_status.status(layout).is_up
     if not was_up:
         cluster.up(layout, {"num_nodes": num_nodes}, env={})
     try:
-        yield cluster.client_env(layout)
+        yield cluster_status.client_env(layout)
     finally:
         if not was_up:
             cluster.down(layout)

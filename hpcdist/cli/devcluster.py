@@ -73,13 +73,13 @@ def up(
         sudo hpcdist devcluster up --name second
         sudo hpcdist devcluster up --runtime apptainer
     """
-    from hpcdist.devcluster import cluster
+    from hpcdist.devcluster import cluster, cluster_status
 
     layout = Layout(name)
     given = {"num_nodes": num_nodes, "proctrack": proctrack, "runtime": runtime, "pyxis_plugin": pyxis_plugin}
     changes = {setting: value for setting, value in given.items() if value is not None}
     cluster.up(layout, changes, users=users or [], install=install, env=os.environ)
-    say("\n".join(cluster.describe(cluster.status(layout), layout)))
+    say("\n".join(cluster_status.describe(cluster_status.status(layout), layout)))
 
 
 @app.command()
@@ -93,13 +93,13 @@ def down(
 
     Example:  sudo hpcdist devcluster down
     """
-    from hpcdist.devcluster import cluster, host
+    from hpcdist.devcluster import cluster, cluster_status, host
 
     layout = Layout(name)
     host.require_root(layout, "down")
     reasons = [] if yes else cluster.reasons_to_ask(layout, cluster.caller(os.environ))
     if reasons:
-        text = f"{cluster.summary(layout)}: {'; '.join(reasons)}"
+        text = f"{cluster_status.summary(layout)}: {'; '.join(reasons)}"
         if not (os.isatty(0) and os.isatty(1)):
             raise DevClusterError(f"{text}. `{layout.command('down --yes')}` removes it")
         say(f"{text}. Remove it? [y/N] ", end="")
@@ -117,11 +117,11 @@ def status(name: Name = CLUSTER) -> int:
 
     Example:  hpcdist devcluster status
     """
-    from hpcdist.devcluster import cluster
+    from hpcdist.devcluster import cluster_status
 
     layout = Layout(name)
-    state = cluster.status(layout)
-    say("\n".join(cluster.describe(state, layout)))
+    state = cluster_status.status(layout)
+    say("\n".join(cluster_status.describe(state, layout)))
     return 0 if state.is_up else 1
 
 
@@ -135,10 +135,10 @@ def kill(
 
     Example:  sudo hpcdist devcluster node kill n2
     """
-    from hpcdist.devcluster import cluster
+    from hpcdist.devcluster import node_faults
 
     layout = Layout(name)
-    killed = cluster.kill_node(layout, node, keep_link=keep_link)
+    killed = node_faults.kill_node(layout, node, keep_link=keep_link)
     say(f"node {node} is down: {killed} processes ended; `{layout.command(f'node start {node}')}` starts it again")
 
 
@@ -152,10 +152,10 @@ def start(
 
     Example:  sudo hpcdist devcluster node start n2
     """
-    from hpcdist.devcluster import cluster, host, settings
+    from hpcdist.devcluster import host, node_faults, settings
 
     layout = Layout(name)
-    cluster.start_node(layout, node, own_mounts=own_mounts)
+    node_faults.start_node(layout, node, own_mounts=own_mounts)
     pid = host.pid_of(layout, settings.slurmd(node))
     message = f"node {node} is up"
     if own_mounts:
@@ -175,8 +175,8 @@ def slow(
         sudo hpcdist devcluster node slow n2 --rate-mbit 10
         sudo hpcdist devcluster node slow n2
     """
-    from hpcdist.devcluster import cluster
+    from hpcdist.devcluster import node_faults
 
-    cluster.slow_node(Layout(name), node, rate_mbit=rate_mbit)
+    node_faults.slow_node(Layout(name), node, rate_mbit=rate_mbit)
     speed = f"{rate_mbit:g} Mbit/s in each direction" if rate_mbit else "full speed"
     say(f"node {node}: {speed}")

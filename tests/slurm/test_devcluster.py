@@ -16,7 +16,7 @@ from runtime_cases import PYXIS
 from slurm_cluster import OWNER, DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster import cluster, cluster_status, host, node_faults
 from hpcdist.devcluster.settings import GPU_TYPE, Layout
 
 NAMES = ["n1", "n2", "n3", "n4"]
@@ -68,7 +68,7 @@ def test_cluster_of_another_user_is_left_alone(devcluster: DevCluster) -> None:
     assert done.stderr.endswith(": it is not a cluster of ada. `hpcdist devcluster down --yes` removes it\n")
     after = devcluster.layout.slurm_conf.stat()
     assert (after.st_mtime_ns, after.st_ino, daemon_ids(devcluster)) == (before.st_mtime_ns, before.st_ino, ids)
-    assert cluster.status(devcluster.layout).is_up
+    assert cluster_status.status(devcluster.layout).is_up
 
 
 def test_second_cluster_beside_the_first(devcluster: DevCluster) -> None:
@@ -83,7 +83,7 @@ def test_second_cluster_beside_the_first(devcluster: DevCluster) -> None:
         assert done.stdout.startswith("dev cluster second of nobody, created ")
         assert f"another dev cluster hpcdist of {OWNER}, created " in done.stdout
         assert "another dev cluster second of nobody" in devcluster.hpcdist("devcluster", "status").stdout
-        recorded = cluster.recorded_settings(layout)
+        recorded = cluster_status.recorded_settings(layout)
         assert recorded is not None
         second = DevCluster(layout, recorded, hosts)
         assert (host.LINKS / layout.link / "ifalias").read_text() == "dev cluster second of nobody\n"
@@ -97,7 +97,7 @@ def test_second_cluster_beside_the_first(devcluster: DevCluster) -> None:
         for verb, dead in (("kill", ("slurmd-second-n2",)), ("start", ())):
             done = second.hpcdist("devcluster", "node", verb, "second-n2", *name)
             assert done.returncode == 0, done.stderr
-            assert cluster.status(layout).dead == dead
+            assert cluster_status.status(layout).dead == dead
         again = devcluster.hpcdist("devcluster", "up")
         assert again.returncode == 0, again.stderr
         assert daemon_ids(devcluster) == ids
@@ -125,14 +125,14 @@ def test_only_requested_fake_gpus_are_visible(devcluster: DevCluster) -> None:
 @pytest.mark.faults
 def test_killed_node_is_marked_down_and_can_be_restarted(devcluster: DevCluster) -> None:
     def state() -> str:
-        return next(node.state for node in cluster.status(devcluster.layout).nodes if node.name == "n4")
+        return next(node.state for node in cluster_status.status(devcluster.layout).nodes if node.name == "n4")
 
     job = devcluster.sbatch("sleep 600", "--nodelist=n4", "--no-requeue")
     devcluster.wait_job_state(job, "RUNNING")
     done = devcluster.hpcdist("devcluster", "node", "kill", "n4")
     assert done.returncode == 0, done.stderr
     assert devcluster.node_members()["n4"] == []
-    assert cluster.status(devcluster.layout).dead == ("slurmd-n4",)
+    assert cluster_status.status(devcluster.layout).dead == ("slurmd-n4",)
     devcluster.wait_until(lambda: state() == "down*", "Slurm marks the node as down")
     assert devcluster.job(job)["JobState"] == "NODE_FAIL"
     done = devcluster.hpcdist("devcluster", "node", "start", "n4")
@@ -151,11 +151,13 @@ def test_up_restarts_killed_daemons_while_the_job_continues(devcluster: DevClust
     names = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd-n1")
     for name in names:
         os.kill(int(before[name]), signal.SIGKILL)
-    devcluster.wait_until(lambda: set(cluster.status(devcluster.layout).dead) == set(names), "the daemons are dead")
+    devcluster.wait_until(
+        lambda: set(cluster_status.status(devcluster.layout).dead) == set(names), "the daemons are dead"
+    )
     assert devcluster.hpcdist("devcluster", "status").returncode == 1
     cluster.up(devcluster.layout, {}, env={})
     assert devcluster.job(job)["JobState"] == "RUNNING"
-    assert cluster.status(devcluster.layout).is_up
+    assert cluster_status.status(devcluster.layout).is_up
 
 
 def left_behind(devcluster: DevCluster) -> list[str]:
@@ -302,8 +304,8 @@ def test_run_in_containers(
     slurm_runs.assert_finished_as(name, job, slurm_control)
     assert slurm_runs.hosts(name) == ["n1", "n1", "n2", "n2"]
 
-    cluster.kill_node(stopped.layout, "n2")
-    cluster.start_node(stopped.layout, "n2")
+    node_faults.kill_node(stopped.layout, "n2")
+    node_faults.start_node(stopped.layout, "n2")
     stopped.restore_nodes()
     job = slurm_runs.submit(f"{name}-again", *container)
     slurm_runs.assert_finished_as(f"{name}-again", job, slurm_control)

@@ -12,7 +12,7 @@ from slurm_cluster import WAIT_S
 from slurm_faults import Cell
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.devcluster import node_faults
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import ENDED, RunDir
 
@@ -88,7 +88,7 @@ def hosts(runs: SlurmRuns, name: str) -> list[list[str]]:
 
 def kill(runs: SlurmRuns, *names: str) -> None:
     for name in names:
-        devcluster_cluster.kill_node(runs.cluster.layout, name)
+        node_faults.kill_node(runs.cluster.layout, name)
 
 
 def assert_finished(runs: SlurmRuns, name: str, job: str, control: str, cell: Cell) -> None:
@@ -157,7 +157,7 @@ def test_run_shrinks_and_grows_with_its_nodes(runs: SlurmRuns, control: str, cel
     kill(runs, "n3")
     wait_step(runs, name, 2, 1)
     assert cluster.job(job)["NumNodes"] == "4", "Slurm has not noticed it"
-    devcluster_cluster.start_node(cluster.layout, "n3")
+    node_faults.start_node(cluster.layout, "n3")
     wait_step(runs, name, 3, 3)
     assert cluster.job(job)["Restarts"] == "0", "the same allocation"
     high = cluster.sbatch("sleep 3600", "--partition=high", "--exclusive", "--nodelist=n1,n2")
@@ -191,7 +191,7 @@ def test_run_goes_back_into_the_queue_if_too_few_nodes_remain(runs: SlurmRuns, c
     kill(runs, "n2", "n3", "n4")
     runs.wait_requeued(name)
     for node in ("n2", "n3", "n4"):
-        devcluster_cluster.start_node(runs.cluster.layout, node)
+        node_faults.start_node(runs.cluster.layout, node)
     runs.start_now(job)
     assert_finished(runs, name, job, control, cell)
     assert len(hosts(runs, name)[-1]) >= 2
@@ -237,7 +237,7 @@ def test_node_that_is_lost_twice_is_not_used_again(runs: SlurmRuns, control: str
     for attempt in (2, 4):
         kill(runs, "n3")
         wait_step(runs, name, attempt, 1)
-        devcluster_cluster.start_node(runs.cluster.layout, "n3")
+        node_faults.start_node(runs.cluster.layout, "n3")
         if attempt == 2:
             wait_step(runs, name, 3, 3)
     assert_finished(runs, name, job, control, cell)

@@ -18,7 +18,7 @@ from slurm_runs import SlurmRuns
 
 import hpcdist
 from hpcdist.config.loading import load_config
-from hpcdist.devcluster import cluster, host, settings
+from hpcdist.devcluster import host, node_faults, settings
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import create
 from hpcdist.run.folder import State
@@ -48,12 +48,12 @@ class Faults:
         return done.stdout
 
     def _start_again(self, *, own_mounts: bool = False) -> None:
-        cluster.kill_node(self._layout, BAD, keep_link=True)
-        cluster.start_node(self._layout, BAD, own_mounts=own_mounts)
+        node_faults.kill_node(self._layout, BAD, keep_link=True)
+        node_faults.start_node(self._layout, BAD, own_mounts=own_mounts)
 
     def slow_link(self, rate_mbit: float) -> None:
-        self._undo.callback(cluster.slow_node, self._layout, BAD)
-        cluster.slow_node(self._layout, BAD, rate_mbit=rate_mbit)
+        self._undo.callback(node_faults.slow_node, self._layout, BAD)
+        node_faults.slow_node(self._layout, BAD, rate_mbit=rate_mbit)
         assert "tbf" in self.on_node("tc", "qdisc", "show", "dev", "eth0")
 
     def close_ports(self, ports: str) -> None:

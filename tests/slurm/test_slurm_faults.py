@@ -18,7 +18,7 @@ from slurm_cluster import WAIT_S
 from slurm_faults import FaultScene
 
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.devcluster import cluster
+from hpcdist.devcluster import node_faults
 from hpcdist.host.json_files import read_json
 
 #: A short timeout, but long enough for four ranks to import torch on two cores.
@@ -130,7 +130,7 @@ def test_run_waits_for_the_dead_node_where_no_spare_exists(scene: FaultScene) ->
     scene.submit_held("node dead, comes back", SHORT_TIMEOUT)
     scene.kill_node("n2")
     scene.cluster.wait_until(lambda: scene.num_starts() == 2, "the job is queued again")
-    cluster.start_node(scene.cluster.layout, "n2")
+    node_faults.start_node(scene.cluster.layout, "n2")
     scene.wait_restarted()
     scene.assert_recovered_from_checkpoint()
     assert scene.runs.hosts(scene.name, 2) == ["n1", "n1", "n2", "n2"]
@@ -166,8 +166,8 @@ def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: 
     n1 is the batch host: the supervisor dies, too; Slurm misses the batch step and requeues the job.
     """
     scene.submit_held("batch host reboots within seconds" if victim == "n1" else "node reboots within seconds")
-    cluster.kill_node(scene.cluster.layout, victim)
-    cluster.start_node(scene.cluster.layout, victim)
+    node_faults.kill_node(scene.cluster.layout, victim)
+    node_faults.start_node(scene.cluster.layout, victim)
     if victim == "n2":
         assert "ranks-001" in scene.steps(), "Slurm has noticed the reboot"
     scene.release()

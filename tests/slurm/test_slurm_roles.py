@@ -10,7 +10,7 @@ from hpcdist_runs import assert_states_equal
 from slurm_cluster import DevCluster, slurm_release
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster
+from hpcdist.devcluster import node_faults
 from hpcdist.host.json_files import read_json
 from hpcdist.slurm.output import parse_settings
 
@@ -132,7 +132,7 @@ def test_job_restarts_without_its_dead_node(
     """n1 is the batch host and the server's node, n3 is a worker node. If n1 dies, the supervisor dies, too."""
     name = f"roles-dead-{victim}"
     job, _ = submit_held(slurm_runs, name, *PLACED)
-    cluster.kill_node(devcluster.layout, victim)
+    node_faults.kill_node(devcluster.layout, victim)
     slurm_runs.release(name)
     slurm_runs.wait_restarted(job)
     assert_recovered(slurm_runs, name, job, control, SAVED_AT)

@@ -15,7 +15,7 @@ from http_servers import SECRET, Webhook, listening_webhook
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.devcluster import node_faults
 from hpcdist.run.attempt_times import read_times
 
 WAITING = "cluster.sbatch.begin=now+1hour"
@@ -242,7 +242,7 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     first = runs.state(LEDGER_RUN).attempt
     runs.wait_step(LEDGER_RUN, first, HOLD_STEP + 60)
 
-    devcluster_cluster.kill_node(cluster.layout, "n2")
+    node_faults.kill_node(cluster.layout, "n2")
     cluster.wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 2, "the job is queued again")
     if cluster.job(job)["JobState"] == "PENDING":
         runs.start_now(job)

@@ -16,7 +16,7 @@ from slurm_cluster import DevCluster
 from slurm_faults import DDP, FaultScene, Subject
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.devcluster import node_faults
 from hpcdist.devcluster import settings as devcluster_settings
 from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 from hpcdist.supervisor.hang import find_ranks
@@ -116,9 +116,9 @@ def pyxis_plugin(cluster: DevCluster) -> Iterator[None]:
 
 def _restart(cluster: DevCluster) -> None:
     for node in cluster.settings.nodes:
-        devcluster_cluster.kill_node(cluster.layout, node, keep_link=True)
+        node_faults.kill_node(cluster.layout, node, keep_link=True)
     for node in cluster.settings.nodes:
-        devcluster_cluster.start_node(cluster.layout, node)
+        node_faults.start_node(cluster.layout, node)
     cluster.restore_nodes()
 
 

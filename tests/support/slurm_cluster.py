@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster import cluster, cluster_status, host, node_faults
 from hpcdist.devcluster.settings import STATE, Layout, Settings
 from hpcdist.errors import DevClusterError
 
@@ -40,7 +40,7 @@ class DevCluster:
     def env(self) -> dict[str, str]:
         """Without SUDO_USER: the cluster belongs to OWNER."""
         env = {name: value for name, value in os.environ.items() if name != "SUDO_USER"}
-        return {**env, **cluster.client_env(self.layout)}
+        return {**env, **cluster_status.client_env(self.layout)}
 
     def run(self, *command: str, timeout_s: float = 120) -> str:
         """Run a command with SLURM_CONF set and return its standard output."""
@@ -117,10 +117,10 @@ class DevCluster:
     def restore_nodes(self) -> None:
         """Cancel all jobs, start the nodes that are down, and wait until all nodes are idle."""
         self.cancel_all()
-        for name in cluster.status(self.layout).dead:
-            cluster.start_node(self.layout, name.removeprefix("slurmd-"))
+        for name in cluster_status.status(self.layout).dead:
+            node_faults.start_node(self.layout, name.removeprefix("slurmd-"))
         self.wait_until(
-            lambda: {node.state for node in cluster.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
+            lambda: {node.state for node in cluster_status.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
         )
 
 
@@ -147,7 +147,7 @@ def missing_requirement(layout: Layout) -> str | None:
         host.require_namespaces()
     except DevClusterError as error:
         return str(error)
-    if cluster.status(layout).is_up:
+    if cluster_status.status(layout).is_up:
         return "a dev cluster is running and may be in use: run `hpcdist devcluster down` first"
     return None
 

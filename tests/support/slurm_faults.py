@@ -12,7 +12,7 @@ from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS,
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import cluster, host, settings
+from hpcdist.devcluster import cluster_status, host, node_faults, settings
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class FaultScene:
 
     def kill_node(self, node: str) -> None:
         """Simulate a power failure of a node, then release the ranks, so that the other ranks notice it."""
-        cluster.kill_node(self.cluster.layout, node)
+        node_faults.kill_node(self.cluster.layout, node)
         assert self.cluster.node_members()[node] == []
         self.release()
 
@@ -120,10 +120,12 @@ class FaultScene:
         wait_for(lambda: self.pid_of_daemon(name) is not None, f"{name} to run")
         if name == "slurmctld":
             ping = ["scontrol", "ping"]
-            wait_for(lambda: host.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to respond")
+            wait_for(
+                lambda: host.succeeds(ping, env=cluster_status.client_env(self.cluster.layout)), f"{name} to respond"
+            )
         else:
             layout, node = self.cluster.layout, name.removeprefix("slurmd-")
-            cluster.wait_for_node(self.cluster.settings, layout, node, self._daemon(name))
+            cluster_status.wait_for_node(self.cluster.settings, layout, node, self._daemon(name))
 
     def wait_restarted(self) -> None:
         self.runs.wait_restarted(self.job)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli, one_line
 
-from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster import cluster, cluster_status, host
 from hpcdist.devcluster.settings import Layout
 
 
@@ -24,7 +24,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("SUDO_USER", "bob")
     monkeypatch.setattr(cluster, "down", down)
-    monkeypatch.setattr(cluster, "summary", lambda layout: f"dev cluster {layout.name} of ada, created 3 h ago")
+    monkeypatch.setattr(cluster_status, "summary", lambda layout: f"dev cluster {layout.name} of ada, created 3 h ago")
     monkeypatch.setattr(
         cluster, "reasons_to_ask", lambda layout, user: [f"not of {user}", "2 jobs"] * (layout.name == "second")
     )

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.devcluster import cluster, host
-from hpcdist.devcluster.cluster import NodeStatus, Status, describe
+from hpcdist.devcluster import cluster, cluster_status, host
+from hpcdist.devcluster.cluster_status import NodeStatus, Status, describe
+from hpcdist.devcluster.node_faults import kill_node, slow_node, start_node
 from hpcdist.devcluster.settings import (
     BARE_ENV,
     FURTHER_NETWORKS,
@@ -87,9 +88,9 @@ def as_root(monkeypatch: Patch) -> None:
 
 
 def test_truncated_settings_file_counts_as_no_cluster(recorded: Layout) -> None:
-    assert cluster.recorded_settings(recorded) == TWO
+    assert cluster_status.recorded_settings(recorded) == TWO
     recorded.settings_file.write_text(TWO.to_json()[:-5])
-    assert cluster.recorded_settings(recorded) is None
+    assert cluster_status.recorded_settings(recorded) is None
     for keys in ({"num_nodes": 2}, {**json.loads(TWO.to_json()), "key_of_a_later_version": 1}):
         with pytest.raises(ValueError, match="not the settings of a dev cluster of this version"):
             Settings.from_json(json.dumps(keys))
@@ -97,7 +98,7 @@ def test_truncated_settings_file_counts_as_no_cluster(recorded: Layout) -> None:
 
 def test_commands_that_need_root_report_it(layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    by_node = [partial(call, layout, "n1") for call in (cluster.kill_node, cluster.start_node, cluster.slow_node)]
+    by_node = [partial(call, layout, "n1") for call in (kill_node, start_node, slow_node)]
     for call in (lambda: cluster.up(layout, {}, env={}), lambda: cluster.down(layout), *by_node):
         with pytest.raises(DevClusterError, match=r"needs root .*: sudo \$\(which hpcdist\) devcluster "):
             call()
@@ -309,15 +310,15 @@ def test_remains_of_a_crash_are_removed(recorded: Layout) -> None:
 
 def test_unknown_node_and_missing_or_stopped_cluster_are_errors(recorded: Layout, as_root: None) -> None:
     nothing = Layout(first=recorded.state / "nothing")
-    assert (cluster.status(nothing), cluster.status(nothing).is_up) == (Status(None), False)
+    assert (cluster_status.status(nothing), cluster_status.status(nothing).is_up) == (Status(None), False)
     with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` creates one"):
-        cluster.kill_node(nothing, "n1")
+        kill_node(nothing, "n1")
     with pytest.raises(DevClusterError, match="no node 'n3' in the dev cluster: it has n1, n2"):
-        cluster.kill_node(recorded, "n3")
+        kill_node(recorded, "n3")
     with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not running: `hpcdist devcluster up`"):
-        cluster.start_node(recorded, "n1")
+        start_node(recorded, "n1")
     with pytest.raises(DevClusterError, match="--rate-mbit must be > 0, got 0"):
-        cluster.slow_node(recorded, "n1", rate_mbit=0.0)
+        slow_node(recorded, "n1", rate_mbit=0.0)
 
 
 # --- Several clusters and several users.
@@ -468,7 +469,7 @@ def test_status_names_owner_age_and_the_other_clusters(
     record(second, replace(TWO, name="second", owner="ada").to_json())
     record(third, replace(TWO, name="third").to_json(), age_s=2 * HOUR_S)
     second.first.with_name(f"{second.first.name}-no_name").mkdir()
-    found = cluster.status(second)
+    found = cluster_status.status(second)
     assert found.summary == "dev cluster second of ada, created 3 h 1 min ago"
     assert found.others == (
         "dev cluster hpcdist of an unknown user, created 3 h 1 min ago: `hpcdist devcluster status`",
