@@ -125,7 +125,8 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     assert "setting" not in hpcdist("run", "train.yaml", "name=silent", "--repeat", "2").out, "no cell has a value"
     cells["seed_1"] = logs
     result = hpcdist("run", "train.yaml", "name=two", "--repeat", "2")
-    assert re.search(r"setting +. +last loss +. against the best +. cells", result.out), result.out  # a script has no best checkpoint
+    # A script has no best checkpoint.
+    assert re.search(r"setting +. +last loss +. against the best +. cells", result.out), result.out
 
     shutil.rmtree(run.path)
     assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
