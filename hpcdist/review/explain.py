@@ -144,12 +144,18 @@ PATTERNS = (
         " path must be on the PATH that the job has (cluster.setup)",
     ),
     Pattern(
-        "not-started",
+        "step-not-started",
         r"Unable to create step for job \d+: Requested nodes are busy|step creation (?:temporarily|still) disabled"
-        r"|(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)"
         r"|step \S+ \(attempt-\d+\) does not end",
         "Slurm did not start the ranks: another step holds the job's resources, or a node does not launch tasks",
         "`squeue --steps --jobs=JOB` shows the job's steps; launch.init_timeout_s gives more time",
+    ),
+    Pattern(
+        "not-started",
+        r"(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)",
+        "the ranks were not started in time: a node is busy, or reads torch slowly; a node of Slurm may also not launch"
+        " tasks",
+        "launch.init_timeout_s gives more time; in a job, `squeue --steps --jobs=JOB` shows whether the step has begun",
     ),
     Pattern(
         "revoked",

@@ -377,10 +377,11 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("out-of-memory", "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         ("collective-timeout", "[/gloo/transport/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to"),
         ("no-program", "no rank was started at all: slurmstepd-n1: error: execve(): sh: No such file or directory"),
-        ("not-started", "srun: error: Unable to create step for job 1: Requested nodes are busy"),
+        ("step-not-started", "srun: error: Unable to create step for job 1: Requested nodes are busy"),
         ("not-started", "rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun"),
+        ("not-started", "no rank was started within launch.init_timeout_s=60 s: importing torch (001-parent.log)"),
         (
-            "not-started",
+            "step-not-started",
             "rank 3 on n2 was killed by SIGKILL, last heartbeat at step 50; step 2.1 (attempt-001) does not end",
         ),
         ("unreachable", "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to"),
