@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import MaybeSharded, clean_names, merge
 from hpcdist.checkpoint.store import load_file
+from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError, few, plural
 from hpcdist.host.image_identity import install_command
 from hpcdist.run.checkpoint_files import MODEL_FILE, PROGRAM_FILE
@@ -46,17 +47,18 @@ _PROGRAM_DTYPES = {
 }
 
 
-def initial_weights(run: RunDir, module: nn.Module, skip: Sequence[str]) -> dict[str, Tensor]:
-    """Return the weights from which a run starts, by the names of the bare model and with their shapes.
+def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> dict[str, Tensor]:
+    """Return the weights from which a new run starts, by the names of the bare model and with their shapes.
 
-    Weights that `skip` leaves out are missing in the result.
+    Weights that `init_from_skip` leaves out are missing in the result, which is empty without `init_from`.
 
     Args:
         module: the model, wrapped or bare. Its own weights do not matter: it may be on the device `meta`.
-        skip: patterns of names, `model.init_from_skip`.
 
     Raises ConfigError if the weights do not fit the model, or if their copy cannot be read.
     """
+    if not cfg.init_from:
+        return {}
     origin = read_origin_of_weights(run)
     if origin is None:
         raise ConfigError(f"{KEY}: {run.init_from} has no weights: the run was started without this key")
@@ -65,7 +67,7 @@ def initial_weights(run: RunDir, module: nn.Module, skip: Sequence[str]) -> dict
     except CheckpointError as error:
         raise ConfigError(f"{KEY}: {origin.found}: {error}") from error
     wanted = wanted_shapes(module)
-    fitting = fitted(weights, wanted, skip, origin)
+    fitting = fitted(weights, wanted, cfg.init_from_skip, origin)
     left = [name for name in wanted if name not in fitting]
     text = f"starts from {len(fitting)} of {plural(len(wanted), 'tensor')} of {origin.found}"
     if left:

@@ -308,17 +308,9 @@ class Context:
 
         Raises ConfigError if a name or shape does not fit; `model.init_from_skip` leaves weights out.
         """
-        load_into(module, self.initial_weights(module))
-
-    def initial_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return what `init_from` would load, by the names of the bare model; empty if it would load nothing.
-
-        For a model whose parts are on several ranks: `module` is the whole model, which may be on the device `meta`.
-        """
         self._has_init = True
-        if not self._config.model.init_from or self._newest_checkpoint():
-            return {}
-        return initial_weights(self.run, module, self._config.model.init_from_skip)
+        if self._config.model.init_from and not self._newest_checkpoint():
+            load_into(module, initial_weights(self.run, module, self._config.model))
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Export the final model for `mlflow.pytorch.load_model`. Only rank 0 writes; the others need not wait for it.

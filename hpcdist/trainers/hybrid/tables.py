@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.initial_weights import initial_weights
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -405,8 +406,9 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
 
     with rpc_group(ctx, {"table_rows": lambda table: shard.table_rows(table).cpu()}) as group:
         saved = ctx.restore()
-        shard.start_from(ctx.initial_weights(whole))
-        if saved is not None:
+        if saved is None:
+            shard.start_from(initial_weights(ctx.run, whole, cfg.model))
+        else:
             own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
             shard.load(saved.shard(rank) for rank in own_first)
         group.serve({"save": save}, [pool.submit(server.serve)])

@@ -28,7 +28,7 @@ import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.checkpoint.initial_weights import load_into
+from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -255,10 +255,11 @@ def open_dense_part(
     model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; servers restore in `serve_tables`
-    initial = ctx.initial_weights(whole_on_meta(hybrid))  # of `model.init_from`; servers load their rows
-    load_into(nn.ModuleDict({"dense": model.module}), initial)
     position = None
-    if saved is not None:
+    if saved is None:  # the weights of `model.init_from`, of which servers load their rows
+        initial = initial_weights(ctx.run, whole_on_meta(hybrid), cfg.model)
+        load_into(nn.ModuleDict({"dense": model.module}), initial)
+    else:
         weights = {name.removeprefix("dense."): value for name, value in saved.model.items()}
         model.module.load_state_dict(weights)
         optimizer.load_state_dict(saved.trainer["optimizer"])

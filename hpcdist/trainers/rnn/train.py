@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.initial_weights import load_into
+from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -92,8 +92,9 @@ def train(ctx: Context, cfg: Config) -> None:
     texts = trainers.broadcast(texts)
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
-    initial = ctx.initial_weights(whole_on_meta(cfg, vocab_size))  # of `model.init_from`; servers load their rows
-    load_into(nn.ModuleDict({"lstm": lstm}), initial)
+    if saved is None:  # the weights of `model.init_from`, of which servers load their rows
+        initial = initial_weights(ctx.run, whole_on_meta(cfg, vocab_size), cfg.model)
+        load_into(nn.ModuleDict({"lstm": lstm}), initial)
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.roles.own_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(ctx, cfg, lstm, client, trainers, lstm_group)
@@ -405,8 +406,9 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
         is_async=rnn.mode == "async",
     )
     saved = ctx.restore()
-    server.start_from(ctx.initial_weights(whole_on_meta(cfg, vocab_size)))
-    if saved is not None:
+    if saved is None:
+        server.start_from(initial_weights(ctx.run, whole_on_meta(cfg, vocab_size), cfg.model))
+    else:
         server.restore(saved)
     return server
 

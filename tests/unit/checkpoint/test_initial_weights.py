@@ -11,6 +11,7 @@ from hpcdist.checkpoint.initial_weights import fitted, initial_weights, load_int
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save_file, shard_name
 from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
@@ -211,7 +212,7 @@ def test_weights_of_another_type_are_converted() -> None:
 def test_run_without_a_copy_of_weights_is_an_error(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     with pytest.raises(ConfigError, match=r"^model.init_from: .*init_from has no weights: the run was started without"):
-        initial_weights(run, network(), [])
+        initial_weights(run, network(), ModelConfig(init_from="old.pth"))
 
 
 def test_damaged_copy_names_its_origin(tmp_path: Path) -> None:
@@ -221,4 +222,4 @@ def test_damaged_copy_names_its_origin(tmp_path: Path) -> None:
     (run.init_from / "weights.pt").unlink()
     message = rf"^model.init_from: file {tmp_path}/weights.pt: {run.init_from} has no weights$"
     with pytest.raises(ConfigError, match=message):
-        initial_weights(run, network(), [])
+        initial_weights(run, network(), ModelConfig(init_from="old.pth"))
