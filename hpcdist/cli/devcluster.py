@@ -152,11 +152,11 @@ def start(
 
     Example:  sudo hpcdist devcluster node start n2
     """
-    from hpcdist.devcluster import host, node_faults, settings
+    from hpcdist.devcluster import cluster_processes, node_faults, settings
 
     layout = Layout(name)
     node_faults.start_node(layout, node, own_mounts=own_mounts)
-    pid = host.pid_of(layout, settings.slurmd(node))
+    pid = cluster_processes.pid_of(layout, settings.slurmd(node))
     message = f"node {node} is up"
     if own_mounts:
         message += f": mount on it with `nsenter --target {pid} --mount mount …`"

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from hpcdist.devcluster import host
+from hpcdist.devcluster import cluster_cgroup, cluster_processes, host, runtime_scripts
 from hpcdist.devcluster import settings as files
+from hpcdist.devcluster.cluster_commands import exclusive, run, start_daemon, succeeds, wait_until
 from hpcdist.devcluster.cluster_files import write_files
 from hpcdist.devcluster.cluster_network import make_network, remove_network
 from hpcdist.devcluster.cluster_status import client_env, recorded_settings, summary, wait_for_node
-from hpcdist.devcluster.host import exclusive, run, start, succeeds, wait_until
 from hpcdist.devcluster.settings import CLUSTER, Daemon, Layout, Settings, slurmd
 from hpcdist.errors import DevClusterError, plural
 from hpcdist.host.files import write_atomic
@@ -50,20 +50,20 @@ def up(
         settings = dataclasses.replace(_choose(layout, changes), owner=owner)
         host.require_cgroups(settings)
         host.require_free_network(settings, layout)
-        programs = host.find_programs(settings, layout, env)
+        programs = runtime_scripts.find_programs(settings, layout, env)
         recorded = recorded_settings(layout)
         if recorded != settings:
             remove(layout)  # the remains of a crash
             layout.state.mkdir()
         if recorded != settings or recorded.owner is None:
             write_atomic(layout.settings_file, settings.to_json())
-        mounted = host.mounted_namespaces(layout)
+        mounted = cluster_processes.mounted_namespaces(layout)
         # After a crash during creation or a reboot some are missing.
         if not layout.network_ready.exists() or not mounted.keys() >= {settings.head, *settings.nodes}:
             make_network(settings, layout)
         write_files(settings, layout)
-        host.write_files(settings, layout, programs)
-        host.create(settings, layout)
+        runtime_scripts.write_scripts(settings, layout, programs)
+        cluster_cgroup.create(settings, layout)
         host.write_hosts(files.with_hosts_block(host.HOSTS.read_text(), settings, layout))
         _start_daemons(settings, layout, [*users, owner])
     return settings
@@ -91,7 +91,7 @@ def _is_foreign(layout: Layout, user: str) -> bool:
 
 
 def _has_processes(layout: Layout) -> bool:
-    return bool(host.members(host.mounted_namespaces(layout).values()))
+    return bool(cluster_processes.members(cluster_processes.mounted_namespaces(layout).values()))
 
 
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
@@ -108,11 +108,11 @@ def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
 
 def _new(layout: Layout) -> Settings:
     """Return the settings of a new cluster, by default with the first network that is free."""
-    proctrack = "cgroup" if host.are_usable() else "linuxproc"
+    proctrack = "cgroup" if cluster_cgroup.are_usable() else "linuxproc"
     settings = Settings(name=layout.name, proctrack=proctrack)
     if layout.name == CLUSTER:
         return settings
-    recorded = (recorded_settings(other) for other in host.others(layout))
+    recorded = (recorded_settings(other) for other in cluster_processes.others(layout))
     taken = {other.network for other in recorded if other is not None}
     for network in files.FURTHER_NETWORKS:
         if network not in taken and not host.routes(network):
@@ -132,17 +132,17 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
         problem = f"{daemon.name} does not answer"
         wait_until(lambda: succeeds(list(question), env=env), problem, layout, daemon)
 
-    start(layout, munged)
-    start(layout, mariadbd)
+    start_daemon(layout, munged)
+    start_daemon(layout, mariadbd)
     wait(munged, "munge", "--no-input", f"--socket={layout.munge_socket}")
     wait(mariadbd, "mariadb-admin", "--no-defaults", f"--socket={layout.database_socket}", "ping")
-    start(layout, slurmdbd)
+    start_daemon(layout, slurmdbd)
     wait(slurmdbd, "sacctmgr", "-nP", "show", "cluster", "format=cluster")
     _add_accounts(settings, layout, users)
-    start(layout, slurmctld)
+    start_daemon(layout, slurmctld)
     wait(slurmctld, "scontrol", "ping")
     for node in settings.nodes:
-        start(layout, slurmd(node))
+        start_daemon(layout, slurmd(node))
     for node in settings.nodes:
         wait_for_node(settings, layout, node, slurmd(node))
 
@@ -208,7 +208,7 @@ def remove(layout: Layout) -> int:
     The settings file, which identifies the folder, is removed last.
     """
     killed = remove_network(layout)
-    host.remove(layout)
+    cluster_cgroup.remove(layout)
     if layout.state.exists():
         for path in layout.state.iterdir():
             if path.is_dir():

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from hpcdist.devcluster import settings as files
-from hpcdist.devcluster.host import run
+from hpcdist.devcluster.cluster_commands import run
 from hpcdist.devcluster.settings import Layout, Settings, inside
 from hpcdist.host.files import write_atomic
 

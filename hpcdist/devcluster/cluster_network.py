@@ -2,9 +2,9 @@
 
 import time
 
-from hpcdist.devcluster import host
+from hpcdist.devcluster import cluster_processes, host
 from hpcdist.devcluster import settings as files
-from hpcdist.devcluster.host import run, succeeds
+from hpcdist.devcluster.cluster_commands import run, succeeds
 from hpcdist.devcluster.settings import Layout, Settings, inside
 from hpcdist.errors import DevClusterError
 
@@ -38,11 +38,11 @@ def remove_network(layout: Layout) -> int:
     Returns the number of killed processes. Raises DevClusterError if a namespace cannot be unmounted.
     """
     layout.network_ready.unlink(missing_ok=True)
-    killed = host.kill_members(host.mounted_namespaces(layout).values())
-    if host.mounted_namespaces(layout) and (host.LINKS / layout.link).exists():
+    killed = cluster_processes.kill_members(cluster_processes.mounted_namespaces(layout).values())
+    if cluster_processes.mounted_namespaces(layout) and (host.LINKS / layout.link).exists():
         run(["ip", "link", "delete", layout.link])
     for _ in range(_UNMOUNT_TRIALS):
-        mounted = host.mounted_namespaces(layout)
+        mounted = cluster_processes.mounted_namespaces(layout)
         if not mounted:
             return killed
         for name in mounted:

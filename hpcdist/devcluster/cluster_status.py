@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpcdist.devcluster import host
+from hpcdist.devcluster import cluster_processes
 from hpcdist.devcluster import settings as files
-from hpcdist.devcluster.host import run, succeeds, wait_until
+from hpcdist.devcluster.cluster_commands import run, succeeds, wait_until
 from hpcdist.devcluster.settings import Daemon, Layout, Settings
 from hpcdist.errors import duration
 
@@ -89,11 +89,11 @@ def _nodes(settings: Settings, layout: Layout) -> tuple[NodeStatus, ...]:
 def status(layout: Layout) -> Status:
     """Return the status of a cluster, and the summaries of the other clusters of this machine."""
     settings = recorded_settings(layout)
-    others = tuple(f"{summary(other)}: `{other.command('status')}`" for other in host.others(layout))
+    others = tuple(f"{summary(other)}: `{other.command('status')}`" for other in cluster_processes.others(layout))
     if settings is None:
         return Status(None, others=others)
     daemons = files.daemons(settings, layout)
-    dead = tuple(daemon.name for daemon in daemons if not host.is_running(layout, daemon))
+    dead = tuple(daemon.name for daemon in daemons if not cluster_processes.is_running(layout, daemon))
     controller_answers = succeeds(["scontrol", "ping"], env=client_env(layout))
     nodes = _nodes(settings, layout) if controller_answers else ()
     return Status(

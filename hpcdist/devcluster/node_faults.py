@@ -1,8 +1,9 @@
 """Faults of single nodes of a dev cluster: kill a node, start it again, slow down its link."""
 
-from hpcdist.devcluster import host
+from hpcdist.devcluster import cluster_processes
+from hpcdist.devcluster.cluster_commands import exclusive, run, start_daemon, succeeds
 from hpcdist.devcluster.cluster_status import recorded_settings, wait_for_node
-from hpcdist.devcluster.host import exclusive, require_root, run, start, succeeds
+from hpcdist.devcluster.host import require_root
 from hpcdist.devcluster.settings import Layout, Settings, inside, slurmd
 from hpcdist.errors import DevClusterError
 
@@ -18,7 +19,7 @@ def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
         settings = _require_node(layout, node)
         if not keep_link:
             run(inside(layout, settings.head, ["ip", "link", "set", node, "down"]))
-        return host.kill_members([host.mounted_namespaces(layout)[node]])
+        return cluster_processes.kill_members([cluster_processes.mounted_namespaces(layout)[node]])
 
 
 def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
@@ -34,7 +35,7 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
         run(inside(layout, settings.head, ["ip", "link", "set", node, "up"]))
         _full_speed(settings, layout, node)
         daemon = slurmd(node, own_mounts=own_mounts, rebooted=True)
-        start(layout, daemon)
+        start_daemon(layout, daemon)
         wait_for_node(settings, layout, node, daemon)
 
 
@@ -71,6 +72,6 @@ def _require_node(layout: Layout, node: str) -> Settings:
         raise DevClusterError(f"no dev cluster in {layout.state}: `{layout.command('up')}` creates one")
     if node not in settings.nodes:
         raise DevClusterError(f"no node {node!r} in the dev cluster: it has {', '.join(settings.nodes)}")
-    if node not in host.mounted_namespaces(layout):
+    if node not in cluster_processes.mounted_namespaces(layout):
         raise DevClusterError(f"the dev cluster in {layout.state} is not running: `{layout.command('up')}`")
     return settings

@@ -16,7 +16,7 @@ from runtime_cases import PYXIS
 from slurm_cluster import OWNER, DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster, cluster_status, host, node_faults
+from hpcdist.devcluster import cluster, cluster_cgroup, cluster_status, host, node_faults
 from hpcdist.devcluster.settings import GPU_TYPE, Layout
 
 NAMES = ["n1", "n2", "n3", "n4"]
@@ -202,14 +202,14 @@ def test_down_removes_everything_even_with_running_jobs(devcluster: DevCluster) 
 
 @pytest.mark.slow
 def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> None:
-    if not host.are_usable():
+    if not cluster_cgroup.are_usable():
         pytest.skip("root cannot create cgroups of version 1 on this machine")
     layout = devcluster.layout
     cluster.down(layout)
     try:
         cluster.up(layout, {"num_nodes": 1}, env={})
         assert "proctrack/cgroup" in devcluster.run("scontrol", "show", "config"), "the default"
-        own = host.ROOT / host.FREEZER / layout.cgroup_name.read_text()
+        own = cluster_cgroup.ROOT / cluster_cgroup.FREEZER / layout.cgroup_name.read_text()
         devcluster.sbatch("sleep 600")
         devcluster.wait_until(lambda: list(own.rglob("step_batch")), "the batch step has a cgroup")
         cluster.down(layout)

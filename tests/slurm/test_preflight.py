@@ -18,7 +18,7 @@ from slurm_runs import SlurmRuns
 
 import hpcdist
 from hpcdist.config.loading import load_config
-from hpcdist.devcluster import host, node_faults, settings
+from hpcdist.devcluster import cluster_processes, node_faults, settings
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import create
 from hpcdist.run.folder import State
@@ -40,7 +40,7 @@ class Faults:
 
     def on_node(self, *command: str) -> str:
         """Run a command with the network and the mounts of the bad node."""
-        pid = host.pid_of(self._layout, settings.slurmd(BAD))
+        pid = cluster_processes.pid_of(self._layout, settings.slurmd(BAD))
         assert pid is not None
         line = ["nsenter", f"--target={pid}", "--mount", "--net", *command]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -74,7 +74,7 @@ class Faults:
         self._undo.callback(self._start_again)  # Slurm's daemon then belongs to the test's group again
         (group / "cpu.cfs_period_us").write_text("100000")
         (group / "cpu.cfs_quota_us").write_text(str(round(100_000 * share)))
-        pid = host.pid_of(self._layout, settings.slurmd(BAD))
+        pid = cluster_processes.pid_of(self._layout, settings.slurmd(BAD))
         (group / "cgroup.procs").write_text(str(pid))
 
     def mount(self, target: Path, *options: str) -> None:

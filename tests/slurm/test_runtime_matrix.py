@@ -29,7 +29,7 @@ from slurm_cluster import DevCluster
 from slurm_faults import Cell, FaultScene
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.devcluster import cluster, host, node_faults
+from hpcdist.devcluster import cluster, cluster_processes, node_faults
 from hpcdist.devcluster import settings as devcluster_settings
 from hpcdist.host.json_files import read_json
 
@@ -156,7 +156,7 @@ def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
         for node in settings.nodes:
             node_faults.kill_node(layout, node, keep_link=True)
             node_faults.start_node(layout, node, own_mounts=True)
-            pid = host.pid_of(layout, devcluster_settings.slurmd(node))
+            pid = cluster_processes.pid_of(layout, devcluster_settings.slurmd(node))
             there = ["nsenter", "--mount", f"--target={pid}"]
             subprocess.run([*there, "sh", "-c", _MOUNT, str(folder / "dev")], check=True)
             enter = enter or there

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hpcdist.devcluster import cluster, cluster_status, host, node_faults
+from hpcdist.devcluster import cluster, cluster_processes, cluster_status, host, node_faults
 from hpcdist.devcluster.settings import STATE, Layout, Settings
 from hpcdist.errors import DevClusterError
 
@@ -100,8 +100,10 @@ class DevCluster:
 
     def node_members(self) -> dict[str, list[int]]:
         """Return the process ids of each node that is up."""
-        namespaces = host.mounted_namespaces(self.layout)
-        return {name: host.members([namespaces[name]]) for name in self.settings.nodes if name in namespaces}
+        namespaces = cluster_processes.mounted_namespaces(self.layout)
+        return {
+            name: cluster_processes.members([namespaces[name]]) for name in self.settings.nodes if name in namespaces
+        }
 
     def cancel_all(self) -> None:
         """Cancel all jobs and wait until the queue is empty."""

@@ -12,7 +12,7 @@ from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS,
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import cluster_status, host, node_faults, settings
+from hpcdist.devcluster import cluster_commands, cluster_processes, cluster_status, node_faults, settings
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class FaultScene:
         return next(d for d in settings.daemons(self.cluster.settings, self.cluster.layout) if d.name == name)
 
     def pid_of_daemon(self, name: str) -> int | None:
-        return host.pid_of(self.cluster.layout, self._daemon(name))
+        return cluster_processes.pid_of(self.cluster.layout, self._daemon(name))
 
     def kill_daemon(self, name: str) -> int:
         """Kill one of Slurm's daemons, but not its children; return its process id."""
@@ -116,12 +116,13 @@ class FaultScene:
 
     def start_daemon(self, name: str) -> None:
         """Start a daemon and wait until it responds."""
-        host.start(self.cluster.layout, self._daemon(name))
+        cluster_commands.start_daemon(self.cluster.layout, self._daemon(name))
         wait_for(lambda: self.pid_of_daemon(name) is not None, f"{name} to run")
         if name == "slurmctld":
             ping = ["scontrol", "ping"]
             wait_for(
-                lambda: host.succeeds(ping, env=cluster_status.client_env(self.cluster.layout)), f"{name} to respond"
+                lambda: cluster_commands.succeeds(ping, env=cluster_status.client_env(self.cluster.layout)),
+                f"{name} to respond",
             )
         else:
             layout, node = self.cluster.layout, name.removeprefix("slurmd-")

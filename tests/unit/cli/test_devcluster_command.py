@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli, one_line
 
-from hpcdist.devcluster import cluster, cluster_status, host
+from hpcdist.devcluster import cluster, cluster_commands, cluster_status
 from hpcdist.devcluster.settings import Layout
 
 
@@ -63,7 +63,7 @@ def test_every_command_takes_the_name_of_a_cluster(
     hpcdist: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(host, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(cluster_commands, "LOCK", tmp_path / "lock")
     for words in (("up",), ("down",), *(("node", verb, "second-n1") for verb in ("kill", "start", "slow"))):
         error = one_line(hpcdist("devcluster", *words, "--name", "second"))
         assert error.endswith(f": sudo $(which hpcdist) devcluster {' '.join(words)} --name second")

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.devcluster import cluster, cluster_status, host
+from hpcdist.devcluster import (
+    cluster,
+    cluster_cgroup,
+    cluster_commands,
+    cluster_processes,
+    cluster_status,
+    host,
+    runtime_scripts,
+)
 from hpcdist.devcluster.cluster_status import NodeStatus, Status, describe
 from hpcdist.devcluster.node_faults import kill_node, slow_node, start_node
 from hpcdist.devcluster.settings import (
@@ -33,7 +41,7 @@ from hpcdist.devcluster.settings import (
 from hpcdist.errors import DevClusterError
 
 Patch = pytest.MonkeyPatch
-LOCK = host.LOCK
+LOCK = cluster_commands.LOCK
 TWO = Settings(num_nodes=2)
 SLURMCTLD = slurmctld(TWO)
 #: The settings file of two nodes of an earlier version, without name, network and owner.
@@ -58,7 +66,7 @@ def layout() -> Iterator[Layout]:
 @pytest.fixture(autouse=True)
 def own_lock(tmp_path: Path, monkeypatch: Patch) -> None:
     """A separate lock: a dev cluster may be starting on this machine."""
-    monkeypatch.setattr(host, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(cluster_commands, "LOCK", tmp_path / "lock")
 
 
 def record(layout: Layout, text: str = TWO.to_json(), *, age_s: float = 3 * HOUR_S + 60) -> Layout:
@@ -117,18 +125,18 @@ def test_missing_container_runtime_is_an_error(layout: Layout, tmp_path: Path, m
     layout.bin.mkdir(parents=True)
     put_command(layout.bin / "apptainer", "true")
     with pytest.raises(DevClusterError, match=r"--runtime apptainer: apptainer not found on PATH: install"):
-        host.find_programs(settings, layout, env)  # the script of an earlier `up` is no program
+        runtime_scripts.find_programs(settings, layout, env)  # the script of an earlier `up` is no program
     put_command(tmp_path / "apptainer", "true")
-    assert host.find_programs(settings, layout, env)["apptainer"] == tmp_path / "apptainer"
+    assert runtime_scripts.find_programs(settings, layout, env)["apptainer"] == tmp_path / "apptainer"
 
 
 def test_missing_plugin_of_pyxis_is_an_error(layout: Layout, tmp_path: Path) -> None:
     put_command(tmp_path / "enroot", "true")
     settings = replace(TWO, runtime="pyxis", pyxis_plugin=f"{tmp_path}/spank_pyxis.so")
     with pytest.raises(DevClusterError, match=r"--pyxis-plugin .*spank_pyxis.so: no such file: build pyxis"):
-        host.find_programs(settings, layout, {"PATH": str(tmp_path)})
+        runtime_scripts.find_programs(settings, layout, {"PATH": str(tmp_path)})
     (tmp_path / "spank_pyxis.so").touch()
-    assert host.find_programs(settings, layout, {"PATH": str(tmp_path)}) == {"enroot": tmp_path / "enroot"}
+    assert runtime_scripts.find_programs(settings, layout, {"PATH": str(tmp_path)}) == {"enroot": tmp_path / "enroot"}
 
 
 @pytest.mark.processes
@@ -147,7 +155,7 @@ def test_another_slurm_on_this_machine_is_an_error(layout: Layout, tmp_path: Pat
 
 def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
     """In a container, for example. Then linuxproc is the default."""
-    monkeypatch.setattr(host, "ROOT", tmp_path / "absent")
+    monkeypatch.setattr(cluster_cgroup, "ROOT", tmp_path / "absent")
     assert cluster._choose(layout, {}).proctrack == "linuxproc"
     host.require_cgroups(Settings(proctrack="linuxproc"))
     with pytest.raises(
@@ -157,13 +165,13 @@ def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypa
 
 
 def test_removed_cgroup_includes_those_below_it(recorded: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(host, "ROOT", tmp_path)
+    monkeypatch.setattr(cluster_cgroup, "ROOT", tmp_path)
     recorded.cgroups.mkdir()
     recorded.cgroup_name.write_text("own")
     for name in ("own/slurm_n1/uid_0/job_1", "own/slurm_n2", "other/slurm_n1"):
-        (tmp_path / host.FREEZER / name).mkdir(parents=True)
-    host.remove(recorded)
-    assert os.listdir(tmp_path / host.FREEZER) == ["other"]
+        (tmp_path / cluster_cgroup.FREEZER / name).mkdir(parents=True)
+    cluster_cgroup.remove(recorded)
+    assert os.listdir(tmp_path / cluster_cgroup.FREEZER) == ["other"]
 
 
 def test_used_names_and_networks_are_errors(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -255,23 +263,23 @@ def test_install_prevents_packages_from_starting_services(bare_machine: Path) ->
 @pytest.mark.processes
 def test_failed_command_is_reported_with_its_last_line(monkeypatch: Patch) -> None:
     with pytest.raises(DevClusterError, match=r"^`sh -c 'echo first; echo last >&2; exit 3'` failed: last$"):
-        host.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
+        cluster_commands.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
     with pytest.raises(DevClusterError, match=r"`false` failed: exit code 1$"):
-        host.run(["false"])
+        cluster_commands.run(["false"])
     with pytest.raises(DevClusterError, match=r"^no-such-command not found: is the package"):
-        host.run(["no-such-command"])
+        cluster_commands.run(["no-such-command"])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "SLURM_JOB_ID" not in host.run(["env"], env={"SLURM_CONF": "/x"}), "no variables of the caller"
-    assert "SLURM_CONF=/x\n" in host.run(["env"], env={"SLURM_CONF": "/x"})
+    assert "SLURM_JOB_ID" not in cluster_commands.run(["env"], env={"SLURM_CONF": "/x"}), "no variables of the caller"
+    assert "SLURM_CONF=/x\n" in cluster_commands.run(["env"], env={"SLURM_CONF": "/x"})
 
 
 def test_exclusive_lock_of_root_allows_one_command_at_a_time(monkeypatch: Patch) -> None:
     assert LOCK.parent.stat().st_uid == 0
     assert not LOCK.parent.stat().st_mode & 0o022
-    monkeypatch.setattr(host, "LOCK_WITHIN_S", 0.1)
-    with host.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
-        host.exclusive().__enter__()
-    with host.exclusive():
+    monkeypatch.setattr(cluster_commands, "LOCK_WITHIN_S", 0.1)
+    with cluster_commands.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
+        cluster_commands.exclusive().__enter__()
+    with cluster_commands.exclusive():
         pass
 
 
@@ -281,22 +289,22 @@ def test_failed_wait_for_a_daemon_shows_its_last_output(recorded: Layout) -> Non
     recorded.run.mkdir()
     recorded.output("slurmctld").write_text("starting\nfatal: no such thing\n")
     with pytest.raises(DevClusterError, match=r"^it is silent within 0 s; .*slurmctld.out ends with: fatal: no such"):
-        host.wait_until(lambda: False, "it is silent", recorded, SLURMCTLD, 0)
+        cluster_commands.wait_until(lambda: False, "it is silent", recorded, SLURMCTLD, 0)
     recorded.output("slurmctld").write_text("")
     ended = subprocess.Popen(["true"])
     ended.wait()
     recorded.pid_file("slurmctld").write_text(str(ended.pid))
     with pytest.raises(DevClusterError, match=r"^slurmctld ended at once; .* ends with: nothing"):
-        host.wait_until(lambda: False, "it is silent", recorded, SLURMCTLD, 60)
+        cluster_commands.wait_until(lambda: False, "it is silent", recorded, SLURMCTLD, 60)
 
 
 def test_stale_pid_file_is_ignored(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
     recorded.run.mkdir()
     recorded.pid_file("slurmctld").write_text(str(os.getpid()))
-    assert not host.is_running(recorded, SLURMCTLD)
+    assert not cluster_processes.is_running(recorded, SLURMCTLD)
     own = os.stat("/proc/self/ns/net")
-    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {TWO.head: (own.st_dev, own.st_ino)})
-    assert host.is_running(recorded, SLURMCTLD)
+    monkeypatch.setattr(cluster_processes, "mounted_namespaces", lambda layout: {TWO.head: (own.st_dev, own.st_ino)})
+    assert cluster_processes.is_running(recorded, SLURMCTLD)
 
 
 def test_remains_of_a_crash_are_removed(recorded: Layout) -> None:
@@ -366,8 +374,10 @@ def test_second_cluster_gets_the_first_free_network(second: Layout, monkeypatch:
 def no_daemons(monkeypatch: Patch, as_root: None, tmp_path: Path) -> None:
     """`up` writes the settings file only."""
     names = ("refuse_beside_slurm", "require_commands", "require_namespaces", "require_cgroups")
-    for name in (*names, "require_free_network", "write_files", "create"):
+    for name in (*names, "require_free_network"):
         monkeypatch.setattr(host, name, lambda *arguments: None)
+    monkeypatch.setattr(runtime_scripts, "write_scripts", lambda *arguments: None)
+    monkeypatch.setattr(cluster_cgroup, "create", lambda *arguments: None)
     for name in ("make_network", "write_files", "_start_daemons"):
         monkeypatch.setattr(cluster, name, lambda *arguments: None)
     monkeypatch.setattr(host, "routes", lambda network: [])
@@ -398,7 +408,7 @@ def test_running_cluster_of_an_earlier_version_is_kept(layout: Layout, monkeypat
     later = json.dumps({**json.loads(TWO.to_json()), "key_of_a_later_version": 1})
     error = r"^dev cluster hpcdist of an unknown user, created 3 h 1 min ago, is not a cluster of root: "
     with monkeypatch.context() as patch:
-        patch.setattr(host, "members", lambda namespaces: [1])
+        patch.setattr(cluster_processes, "members", lambda namespaces: [1])
         for text in (EARLIER, later):
             record(layout, text)
             with pytest.raises(DevClusterError, match=error):
@@ -423,8 +433,12 @@ def test_slurm_of_another_dev_cluster_is_accepted(
     shutil.copy(sleep, tmp_path / "slurmctld")
     with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
         monkeypatch.setattr("psutil.pids", lambda: [daemon.pid])
-        monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {layout.name: (4, len(layout.name))})
-        monkeypatch.setattr(host, "members", lambda found: [daemon.pid] * ((4, len("second")) in set(found)))
+        monkeypatch.setattr(
+            cluster_processes, "mounted_namespaces", lambda layout: {layout.name: (4, len(layout.name))}
+        )
+        monkeypatch.setattr(
+            cluster_processes, "members", lambda found: [daemon.pid] * ((4, len("second")) in set(found))
+        )
         try:
             with pytest.raises(DevClusterError, match=r"slurmctld .* does not belong to a dev cluster in /tmp/dc"):
                 host.refuse_beside_slurm(layout)
@@ -442,7 +456,7 @@ def test_down_has_reasons_to_ask(recorded: Layout, second: Layout, tmp_path: Pat
     foreign, unknown = "it is not a cluster of bob", "Slurm does not answer whether it has jobs"
     assert cluster.reasons_to_ask(recorded, "ada") == cluster.reasons_to_ask(second, "ada") == []
     assert cluster.reasons_to_ask(recorded, "bob") == [foreign]
-    monkeypatch.setattr(host, "members", lambda namespaces: [1])
+    monkeypatch.setattr(cluster_processes, "members", lambda namespaces: [1])
     recorded.controller.mkdir()
     assert cluster.reasons_to_ask(recorded, "ada") == [], "`up` was killed before it started slurmctld"
     (recorded.controller / "clustername").touch()
