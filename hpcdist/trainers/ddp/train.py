@@ -50,7 +50,8 @@ def train(ctx: Context, cfg: Config) -> None:
     position = None
     if saved is not None:
         position = saved.trainer["position"]
-    # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
+    # Steps and epochs done so far, and sums of the loss and of samples since the last logged step. Both begin with the
+    # checkpoint's: the total number of steps follows from the position, and sums of other ranks may have to be joined.
     progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), position)
     meter = Meter.restore(ctx, saved)
     # Loads the checkpoint into all of them; then, after each step, asks for a stop, and saves what is due.
