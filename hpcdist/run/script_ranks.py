@@ -61,9 +61,11 @@ class Spawn:
         problems = []
         if config.roles:
             problems.append(f"roles need a process for each rank, but {self.sentence}: remove roles, {fix}")
-        for key, count in counts.items():
-            if count > 1:
-                problems.append(f"{key}={count}, but {self.sentence}: set {key}=1, {fix}")
+        several = {key: count for key, count in counts.items() if count > 1}
+        if several:
+            got = " ".join(f"{key}={count}" for key, count in several.items())
+            once = " ".join(f"{key}=1" for key in several)
+            problems.append(f"{got}, but {self.sentence}: set {once}, {fix}")
         return problems
 
 

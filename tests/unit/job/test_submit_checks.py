@@ -243,9 +243,9 @@ def test_script_that_starts_its_own_ranks_has_one_task(tmp_path: Path) -> None:
     starts = "train.py starts its own ranks (torch.multiprocessing.spawn in train.py:4)"
     with pytest.raises(ConfigError) as caught:
         check_config(config(nodes=2, tasks_per_node=4), tmp_path)
-    nodes, tasks = caught.value.problems
-    assert nodes.startswith(f"cluster.nodes=2, but {starts}: set cluster.nodes=1, or let the script read RANK, ")
-    assert tasks.startswith(f"cluster.tasks_per_node=4, but {starts}: set cluster.tasks_per_node=1, or let ")
+    (problem,) = caught.value.problems
+    once = "set cluster.nodes=1 cluster.tasks_per_node=1, or let the script read RANK, "
+    assert problem.startswith(f"cluster.nodes=2 cluster.tasks_per_node=4, but {starts}: {once}")
     run = create_run(config(), tmp_path, launcher="slurm")
     script.write_text("print('hello')\n")
     check_config(config(nodes=2), tmp_path)
