@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from hpcdist.supervisor.plan import processor_env
 from hpcdist.tracking.journal import read_records
 
 BASELINES = Path(__file__).parent / "baselines"
+#: The programs to read beside PyTorch's tutorials, which are baselines as they are.
+TUTORIALS = Path(__file__).parents[1] / "examples" / "tutorials"
 HPCDIST = [sys.executable, "-m", "hpcdist"]
 #: The allocator settings that hpcdist gives its ranks.
 MALLOC_ENV = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
@@ -44,6 +47,15 @@ def clean_env(*prefixes: str) -> dict[str, str]:
     """
     removed = ("HPCDIST_", "MALLOC_", "MLFLOW_", "OMP_", "PYTHONDONTWRITEBYTECODE", *prefixes)
     return {key: value for key, value in os.environ.items() if not key.startswith(removed)}
+
+
+def tutorial_env() -> dict[str, str]:
+    """Return `clean_env` for a program of TUTORIALS that starts its own ranks: one thread each, on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return {**clean_env(), **ranks, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
 
 
 def call(command: Sequence[str], folder: Path | None, env: Mapping[str, str]) -> str:

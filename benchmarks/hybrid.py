@@ -4,20 +4,20 @@
 
 Two trainers on this machine, one thread per process. hpcdist is the real `hpcdist run hybrid_clicks` with
 metrics, progress and shipping to sqlite, on a click log of the same size; its dense part has one layer more than the
-baseline's. The baseline (baselines/hybrid.py) and the bound, one process with
-sparse gradients, use batches that were generated before. The contenders alternate. Results are batches per second of
-all trainers over the last two thirds of the steps; for hpcdist over the last half, because MLflow is imported in the
-first seconds of a run and takes a third of a core. Ratios are computed within each round; the results are medians.
+baseline's. The baseline is the program of the tutorial (examples/tutorials/ddp_with_rpc.py) with SGD, the bound one
+process with sparse gradients (baselines/hybrid_one_process.py). The contenders alternate. Results are batches per
+second of all trainers over the last two thirds of the steps; for hpcdist over the last half, because MLflow is
+imported in the first seconds of a run and takes a third of a core. Ratios are computed within each round; the results
+are medians.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -26,14 +26,23 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, loss_readings, median_ratio
+from harness import (
+    BASELINES,
+    HPCDIST,
+    TUTORIALS,
+    argument_parser,
+    call,
+    clean_env,
+    loss_readings,
+    median_ratio,
+    tutorial_env,
+)
 from pyarrow import parquet
 
 from hpcdist.trainers.hybrid.train import EVAL_FRACTION
 
-BASELINE = BASELINES / "hybrid.py"
+BOUND = BASELINES / "hybrid_one_process.py"
 NUM_TRAINERS = 2
-BASELINE_RANKS = NUM_TRAINERS + 2
 #: hpcdist logs six times.
 MIN_STEPS = 6
 
@@ -99,34 +108,26 @@ def _write_log(path: Path, case: Case, num_samples: int) -> Path:
 
 
 def run_baseline(case: Case, folder: Path, env: Mapping[str, str]) -> float:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = {"BASELINE_PORT": str(one.getsockname()[1]), "DDP_PORT": str(other.getsockname()[1])}
-    base = {**env, **ports, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(BASELINE), *_sizes(case, case.steps[1])],
-            env={**base, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(BASELINE_RANKS)
-    ]
-    outputs = [rank.communicate() for rank in ranks]
-    if failed := [error for rank, (_, error) in zip(ranks, outputs, strict=True) if rank.returncode]:
-        sys.exit(f"the baseline failed:\n{failed[0][-4000:]}")
-    return float(outputs[NUM_TRAINERS][0])
+    program = TUTORIALS / "ddp_with_rpc.py"
+    sizes = {"words": case.rows, "dimension": case.dim, **_batches(case, case.steps[1])}
+    command = [sys.executable, "-W", "ignore", str(program), "--optimizer", "SGD", *_options(sizes)]
+    printed = re.search(r"([\d.]+) batches/s of", call(command, folder, tutorial_env()))
+    if printed is None:
+        sys.exit("the baseline ended without a result")
+    return float(printed[1])
 
 
 def run_one_process(case: Case, folder: Path, env: Mapping[str, str]) -> float:
-    command = [sys.executable, "-W", "ignore", str(BASELINE), *_sizes(case, case.steps[2]), "--one-process"]
+    sizes = {"rows": case.rows, "dim": case.dim, **_batches(case, case.steps[2])}
+    command = [sys.executable, "-W", "ignore", str(BOUND), *_options(sizes)]
     return float(call(command, folder, {**env, "OMP_NUM_THREADS": "1"}))
 
 
-def _sizes(case: Case, steps: int) -> list[str]:
-    values = {"rows": case.rows, "dim": case.dim, "bags": case.bags, "bag-size": case.bag_size, "steps": steps}
+def _batches(case: Case, steps: int) -> dict[str, int]:
+    return {"bags": case.bags, "bag-size": case.bag_size, "steps": steps}
+
+
+def _options(values: Mapping[str, int]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 

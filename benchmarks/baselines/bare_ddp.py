@@ -1,4 +1,7 @@
-"""DistributedDataParallel as in PyTorch's tutorial: the baseline of `ddp_step.py`.
+"""The bare loop of DistributedDataParallel, without anything else: the baseline of `ddp_step.py`.
+
+It is not `examples/tutorials/ddp_mnist.py`, whose network differs from the other contenders' `simple_cnn`, and which
+decodes each image in each epoch and writes checkpoints: a slower baseline would flatter all others.
 
 torchrun --nproc-per-node 2 benchmarks/baselines/bare_ddp.py --data mnist --root DIR --batch-size 64 …
 """

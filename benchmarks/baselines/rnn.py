@@ -1,11 +1,9 @@
-"""The parameter-server RNN of PyTorch's RPC tutorial: embedding and decoder on a server, LSTM on the trainer.
+"""The model of `examples/tutorials/rnn_parameter_server.py` on hpcdist's text: the baseline of `benchmarks/rnn.py`.
 
     python benchmarks/baselines/rnn.py --out steps.txt [--local] …
 
-Lookup by RPC, LSTM on the trainer, decoder by RPC, loss on the trainer, distributed autograd, `DistributedOptimizer`
-over all parameters. `--local` trains the same model in one process without RPC: the upper limit for one thread.
-
-Source: https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html
+The program generates a text of its own and ends; in the benchmark all contenders read the same text, train with SGD,
+and take turns without end. `--local` trains the same model in one process without RPC: the upper limit for one thread.
 """
 
 from __future__ import annotations
@@ -15,9 +13,10 @@ import itertools
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -29,79 +28,37 @@ from torch.distributed.optim import DistributedOptimizer
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.token_stream import Batch, Columns, load_corpus
 
-SERVER, TRAINER = "server", "trainer"
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "tutorials"))
 
+from rnn_parameter_server import SERVER, Decoder, EmbeddingTable, LanguageModel
 
-class EmbeddingTable(nn.Module):
-    def __init__(self, vocab_size: int, embedding: int, dropout: float) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(dropout)
-        self.encoder = nn.Embedding(vocab_size, embedding)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.drop(self.encoder(tokens))
-        return found
-
-
-class Decoder(nn.Module):
-    def __init__(self, vocab_size: int, hidden: int, dropout: float) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(dropout)
-        self.decoder = nn.Linear(hidden, vocab_size)
-        nn.init.zeros_(self.decoder.bias)
-        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
-
-    def forward(self, output: Tensor) -> Tensor:
-        logits: Tensor = self.decoder(self.drop(output))
-        return logits
-
-
-def forward_at(module: rpc.RRef[Any], value: Tensor) -> Tensor:
-    result: Tensor = module.local_value()(value)
-    return result
-
-
-def parameters_at(module: rpc.RRef[Any]) -> list[rpc.RRef[nn.Parameter]]:
-    return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
-
-
+LR = 0.05
 Step = Callable[[Batch], None]
 
 
-def remote_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
-    table = rpc.remote(SERVER, EmbeddingTable, (vocab_size, cfg.embedding_size, cfg.dropout))
-    decoder = rpc.remote(SERVER, Decoder, (vocab_size, cfg.hidden_size, cfg.dropout))
-    lstm = nn.LSTM(
-        cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=cfg.dropout if cfg.num_layers > 1 else 0.0
-    )
-    parameters = [*rpc.rpc_sync(SERVER, parameters_at, (table,)), *rpc.rpc_sync(SERVER, parameters_at, (decoder,))]
-    parameters += [rpc.RRef(parameter) for parameter in lstm.parameters()]
-    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=lr)
-    state: list[Tensor] | None = None
+def remote_step(cfg: RnnConfig, vocab_size: int) -> Step:
+    model = LanguageModel(vocab_size, cfg.embedding_size, cfg.hidden_size, cfg.num_layers)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_references(), lr=LR)
+    state: tuple[Tensor, Tensor] | None = None
 
     def step(batch: Batch) -> None:
         nonlocal state
         with dist_autograd.context() as context:
-            embedded = rpc.rpc_sync(SERVER, forward_at, (table, batch.ids[batch.inverse]))
-            output, carried = lstm(embedded, state)
-            logits = rpc.rpc_sync(SERVER, forward_at, (decoder, output))
+            logits, carried = model(batch.ids[batch.inverse], state)
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets)
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]  # torch exports it at run time
             optimizer.step(context)
-        state = [tensor.detach() for tensor in carried]
+        state = (carried[0].detach(), carried[1].detach())
 
     return step
 
 
-def local_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
-    table = EmbeddingTable(vocab_size, cfg.embedding_size, cfg.dropout)
-    decoder = Decoder(vocab_size, cfg.hidden_size, cfg.dropout)
-    lstm = nn.LSTM(
-        cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=cfg.dropout if cfg.num_layers > 1 else 0.0
-    )
+def local_step(cfg: RnnConfig, vocab_size: int) -> Step:
+    table = EmbeddingTable(vocab_size, cfg.embedding_size)
+    decoder = Decoder(cfg.hidden_size, vocab_size)
+    lstm = nn.LSTM(cfg.embedding_size, cfg.hidden_size, cfg.num_layers)
     model = nn.ModuleList([table, lstm, decoder])
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     state: list[Tensor] | None = None
 
     def step(batch: Batch) -> None:
@@ -115,12 +72,12 @@ def local_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
     return step
 
 
-def measure(make: Callable[[RnnConfig, int, float], Step], arguments: argparse.Namespace) -> None:
+def measure(make: Callable[[RnnConfig, int], Step], arguments: argparse.Namespace) -> None:
     """Train without end and write a line per step: its number and the Unix time in s."""
     cfg = RnnConfig(**json.loads(arguments.rnn))
     corpus = load_corpus(cfg, seed=0)
     columns = Columns(corpus.train, cfg.batch_size, cfg.bptt)
-    step = make(cfg, corpus.vocab_size, 0.05)
+    step = make(cfg, corpus.vocab_size)
     with open(arguments.out, "w", buffering=1) as out:
         for number in itertools.count(1):
             step(columns[number % len(columns)])
@@ -129,7 +86,7 @@ def measure(make: Callable[[RnnConfig, int, float], Step], arguments: argparse.N
 
 def run_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-    rpc.init_rpc((SERVER, TRAINER)[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc((SERVER, "trainer")[rank], rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 1:
         measure(remote_step, arguments)
     rpc.shutdown()

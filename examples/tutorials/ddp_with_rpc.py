@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist
 
-NUM_WORDS, DIMENSION, NUM_CLASSES = 100, 16, 8
-NUM_BAGS, BAG_SIZE = 32, 4
+NUM_CLASSES = 8
 NAMES = ("trainer0", "trainer1", "master", "parameter_server")
 NUM_TRAINERS = 2
 
@@ -36,9 +35,9 @@ trainers: dist.ProcessGroup
 class Table(nn.Module):
     """The embedding table on the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_words: int, dimension: int) -> None:
         super().__init__()
-        self.bags = nn.EmbeddingBag(NUM_WORDS, DIMENSION, mode="sum")
+        self.bags = nn.EmbeddingBag(num_words, dimension, mode="sum")
 
     def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
         return self.bags(words, offsets)
@@ -50,10 +49,10 @@ class Table(nn.Module):
 class HybridModel(nn.Module):
     """A remote table, and a linear layer that is equal on all trainers."""
 
-    def __init__(self, table: rpc.RRef[Table]) -> None:
+    def __init__(self, table: rpc.RRef[Table], dimension: int) -> None:
         super().__init__()
         self.table = table
-        self.linear = DistributedDataParallel(nn.Linear(DIMENSION, NUM_CLASSES), process_group=trainers)
+        self.linear = DistributedDataParallel(nn.Linear(dimension, NUM_CLASSES), process_group=trainers)
 
     def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
         return self.linear(self.table.rpc_sync().forward(words, offsets))
@@ -63,20 +62,23 @@ class HybridModel(nn.Module):
         return [*self.table.rpc_sync().parameter_references(), *local]
 
 
-def make_batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(sizes: argparse.Namespace, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Return words [bags * size], offsets [bags] and classes [bags]; the class of a bag follows from its first word."""
-    words = torch.randint(NUM_WORDS, (NUM_BAGS * BAG_SIZE,), generator=generator)
-    return words, torch.arange(0, NUM_BAGS * BAG_SIZE, BAG_SIZE), words[::BAG_SIZE] % NUM_CLASSES
+    words = torch.randint(sizes.words, (sizes.bags * sizes.bag_size,), generator=generator)
+    return words, torch.arange(0, len(words), sizes.bag_size), words[:: sizes.bag_size] % NUM_CLASSES
 
 
-def train(table: rpc.RRef[Table], num_steps: int) -> float:
+def train(table: rpc.RRef[Table], arguments: argparse.Namespace) -> float:
     """Train on one trainer, at the call of the master. Returns the batches per second."""
-    model = HybridModel(table)
-    optimizer = DistributedOptimizer(torch.optim.Adagrad, model.parameter_references(), lr=0.1)
+    model = HybridModel(table, arguments.dimension)
+    optimizer_class = getattr(torch.optim, arguments.optimizer)
+    optimizer = DistributedOptimizer(optimizer_class, model.parameter_references(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    began = time.perf_counter()
-    for step in range(1, num_steps + 1):
-        words, offsets, classes = make_batch(generator)
+    num_warm = arguments.steps // 3  # connections, threads and torch's own compilation start in the first steps
+    for step in range(1, arguments.steps + 1):
+        if step == num_warm + 1:
+            began = time.perf_counter()
+        words, offsets, classes = make_batch(arguments, generator)
         with dist_autograd.context() as context:
             loss = F.cross_entropy(model(words, offsets), classes)
             dist_autograd.backward(context, [loss])
@@ -85,21 +87,22 @@ def train(table: rpc.RRef[Table], num_steps: int) -> float:
         if dist.get_rank() == 0 and step % 100 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     dist.barrier(trainers)
+    speed = (arguments.steps - num_warm) / (time.perf_counter() - began)
     if dist.get_rank() == 0:
         weights = {"linear": model.linear.module.state_dict(), "table": table.rpc_sync().state_dict()}
         torch.save(weights, hpcdist.checkpoint_dir() / "hybrid.pt")
-    return num_steps / (time.perf_counter() - began)
+    return speed
 
 
-def lead(num_steps: int) -> None:
+def lead(arguments: argparse.Namespace) -> None:
     """Create the table and start the trainers, on the master."""
-    table = rpc.remote("parameter_server", Table)
-    futures = [rpc.rpc_async(name, train, (table, num_steps), timeout=0) for name in NAMES[:NUM_TRAINERS]]
+    table = rpc.remote("parameter_server", Table, (arguments.words, arguments.dimension))
+    futures = [rpc.rpc_async(name, train, (table, arguments), timeout=0) for name in NAMES[:NUM_TRAINERS]]
     speeds = torch.futures.wait_all(futures)
-    print(f"{sum(speeds):.0f} batches/s of {NUM_TRAINERS} trainers", flush=True)
+    print(f"{sum(speeds):.1f} batches/s of {NUM_TRAINERS} trainers", flush=True)
 
 
-def run(rank: int, world_size: int, num_steps: int) -> None:
+def run(rank: int, world_size: int, arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -107,7 +110,7 @@ def run(rank: int, world_size: int, num_steps: int) -> None:
     trainers = dist.new_group(range(NUM_TRAINERS))  # created by all ranks, used by the trainers
     rpc.init_rpc(NAMES[rank], rank=rank, world_size=world_size)
     if NAMES[rank] == "master":
-        lead(num_steps)
+        lead(arguments)
     rpc.shutdown()
     dist.destroy_process_group()
 
@@ -115,10 +118,15 @@ def run(rank: int, world_size: int, num_steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    arguments = parser.parse_args()
+    parser.add_argument("--optimizer", choices=["Adagrad", "SGD"], default="Adagrad")
+    parser.add_argument("--words", type=int, default=100, help="rows of the embedding table")
+    parser.add_argument("--dimension", type=int, default=16, help="of an embedding")
+    parser.add_argument("--bags", type=int, default=32, help="bags of words in a batch of one trainer")
+    parser.add_argument("--bag-size", type=int, default=4)
+    parsed = parser.parse_args()
     if "RANK" in os.environ:  # started by torchrun or hpcdist
-        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), arguments.steps)
+        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), parsed)
     else:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        torch.multiprocessing.spawn(run, (len(NAMES), arguments.steps), nprocs=len(NAMES))
+        torch.multiprocessing.spawn(run, (len(NAMES), parsed), nprocs=len(NAMES))

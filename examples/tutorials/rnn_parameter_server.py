@@ -28,9 +28,9 @@ SERVER = "parameter_server"
 
 
 class EmbeddingTable(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, embedding: int) -> None:
         super().__init__()
-        self.encoder = nn.Embedding(VOCABULARY, EMBEDDING)
+        self.encoder = nn.Embedding(vocabulary, embedding)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -41,9 +41,9 @@ class EmbeddingTable(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, vocabulary: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(HIDDEN, VOCABULARY)
+        self.linear = nn.Linear(hidden, vocabulary)
         nn.init.uniform_(self.linear.weight, -0.1, 0.1)
         nn.init.zeros_(self.linear.bias)
 
@@ -57,13 +57,13 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """The LSTM of the trainer, and references to the two parts on the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, embedding: int, hidden: int, num_layers: int) -> None:
         super().__init__()
-        self.table: rpc.RRef[EmbeddingTable] = rpc.remote(SERVER, EmbeddingTable)
-        self.decoder: rpc.RRef[Decoder] = rpc.remote(SERVER, Decoder)
-        self.lstm = nn.LSTM(EMBEDDING, HIDDEN, LAYERS)
+        self.table: rpc.RRef[EmbeddingTable] = rpc.remote(SERVER, EmbeddingTable, (vocabulary, embedding))
+        self.decoder: rpc.RRef[Decoder] = rpc.remote(SERVER, Decoder, (hidden, vocabulary))
+        self.lstm = nn.LSTM(embedding, hidden, num_layers)
 
-    def forward(self, tokens: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, tokens: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         embedded = self.table.rpc_sync().forward(tokens)
         hidden, state = self.lstm(embedded, state)
         return self.decoder.rpc_sync().forward(hidden), state
@@ -86,10 +86,10 @@ def make_text(num_batches: int) -> Tensor:
 
 
 def train(num_steps: int) -> None:
-    model = LanguageModel()
+    model = LanguageModel(VOCABULARY, EMBEDDING, HIDDEN, LAYERS)
     optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_references(), lr=0.01)
     text = make_text(num_steps)
-    state = (torch.zeros(LAYERS, BATCH_SIZE, HIDDEN), torch.zeros(LAYERS, BATCH_SIZE, HIDDEN))
+    state = None  # of the LSTM, which begins with zeros
     for step in range(1, num_steps + 1):
         begin = (step - 1) * SEQUENCE
         tokens, targets = text[begin : begin + SEQUENCE], text[begin + 1 : begin + SEQUENCE + 1]

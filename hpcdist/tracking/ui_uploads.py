@@ -20,9 +20,10 @@ from hpcdist.run.lookup import find_runs
 from hpcdist.tracking.sent_points import is_complete
 from hpcdist.tracking.sync_runs import sync_run
 
-#: Pause between two searches for runs with new records.
+#: Shortest and longest pause between two searches for runs with new records.
 PAUSE_S = 20.0
-#: A pause is at least so many times as long as the search before it, which reads files of all runs and asks Slurm.
+_LONGEST_PAUSE_S = 60.0
+#: A pause is so many times as long as the search before it, which reads files of all runs and asks Slurm.
 _PAUSE_FACTOR = 10
 _POLL_S = 1.0
 
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     while _is_open(server, pause_s):
         began = time.monotonic()
         uploads.upload(find_runs(runs_dir))
-        pause_s = max(PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - began))
+        search_s = time.monotonic() - began
+        pause_s = min(max(PAUSE_S, _PAUSE_FACTOR * search_s), _LONGEST_PAUSE_S)
 
 
 def _is_open(server: int, pause_s: float) -> bool:
