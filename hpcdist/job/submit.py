@@ -22,7 +22,7 @@ from hpcdist.job.submitit_entry import supervise_in_job
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
-from hpcdist.slurm import client
+from hpcdist.slurm import client, outer_job
 from hpcdist.slurm.output import SlurmError
 from hpcdist.slurm.placement import requested_cluster
 
@@ -64,7 +64,7 @@ def _submit(
     executor.update_parameters(**sbatch_parameters(config, owner, flags), **array)
     paths = [str(run.path) for run in runs]
     name = f"{owner.experiment}/{owner.name}"
-    with _queued(runs, kind, name):
+    with _queued(runs, kind, name), outer_job.hidden():
         jobs = executor.map_array(supervise_in_job, paths) if array else [executor.submit(supervise_in_job, *paths)]
     try:
         cluster = client.cluster_name()

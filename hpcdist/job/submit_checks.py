@@ -31,6 +31,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.script_ranks import Spawn, find_spawn, find_spawn_in_copy
 from hpcdist.slurm import client
 from hpcdist.slurm.client import srun_option_error
+from hpcdist.slurm.outer_job import outer_job, without_outer_job
 from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_memory_mb, parse_minutes
 from hpcdist.slurm.placement import requested_cluster
 
@@ -372,6 +373,9 @@ def _check_cluster(config: Config, missing_data: str) -> Findings:
         findings.warnings.append(
             f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"
         )
+    around = outer_job(os.environ)
+    if around:
+        findings.warnings.append(f"submitted from inside {around}: its variables do not reach the new job")
     return findings
 
 
@@ -388,7 +392,8 @@ def _check_qos(qos: str | None, findings: Findings) -> None:
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     """Return the problems of a config that can be found without a cluster."""
     cluster = requested_cluster(config)
-    problems = conflicting_flags(cluster) + gpu_conflicts(cluster, os.environ) + exposed_secrets(config)
+    env = without_outer_job(os.environ)
+    problems = conflicting_flags(cluster) + gpu_conflicts(cluster, env) + exposed_secrets(config)
     folder = Path(config.runs_dir).absolute() / config.experiment / (config.name or "")
     path_problem = unusable_path(folder)
     if path_problem:

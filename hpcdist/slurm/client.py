@@ -20,6 +20,7 @@ from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.time_limits import last_line, run_within
 from hpcdist.slurm import output
+from hpcdist.slurm.outer_job import without_outer_job
 from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, SlurmError, parse_text, parse_time
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ NO_CONFIG = "Slurm's commands find no slurm.conf on this machine, nor a controll
 
 #: Beginnings of the names of variables by which a user's shell changes what Slurm's commands print.
 _USER_SETTINGS = ("SACCT_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SQUEUE_")
+#: Programs that read variables of a job as options of the job or step that they start.
+_STARTING = ("sbatch", "srun")
 #: Limit of an unexpected output in an error message.
 _SHOWN_CHARS = 100
 
@@ -78,8 +81,11 @@ def _run_once(
     command: Sequence[str], timeout_s: float, *, stdin: str = "", cwd: Path | None = None
 ) -> CompletedProcess[str]:
     program = command[0]
+    env = command_env(os.environ)
+    if program in _STARTING:
+        env = without_outer_job(env)
     try:
-        done = run_within(command, timeout_s, env=command_env(os.environ), stdin=stdin, cwd=cwd)
+        done = run_within(command, timeout_s, env=env, stdin=stdin, cwd=cwd)
     except FileNotFoundError as error:
         raise SlurmError(f"{program} is not installed on this machine", installed=False) from error
     if done.returncode == 0:

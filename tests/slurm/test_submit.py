@@ -1,5 +1,6 @@
 """`hpcdist submit`, `stop` and `cancel` on a real Slurm."""
 
+import json
 import os
 import re
 import shlex
@@ -334,3 +335,45 @@ def test_autologged_metrics_of_a_job_arrive_once(slurm_runs: SlurmRuns) -> None:
     assert slurm_runs.param(name, "epochs") == "4"
     assert slurm_runs._query("select count(*) from runs where name like 'autologged%'") == [(1,)], "the run of hpcdist"
     assert slurm_runs.mlflow_status(name) == "FINISHED"
+
+
+# --- Submission from inside another job.
+
+#: Variables with ids, ports, names and places of a job, which differ between any two jobs.
+OF_ONE_JOB = re.compile(r"SLURM_(?:.*(?:ID|JOBID|PORT|PID|HOST|NAME|_DIR|NODELIST|ADDR|ADDRESS|_TIME)|TOPOLOGY.*)$")
+PRINT_ENVIRONMENT = """
+import json, os
+print("environment", json.dumps({**os.environ, "affinity": str(os.sched_getaffinity(0))}))
+"""
+
+
+def printed_environment(runs: SlurmRuns, name: str) -> dict[str, str]:
+    """Return the affinity and Slurm's variables of rank 0 of a script that has printed its environment."""
+    state = runs.wait_end(name, runs.job_id(name))
+    assert state.status == "finished", f"{state}\n{runs.job_log(name)}"
+    (text,) = re.findall(r"environment (\{.*\})", runs.attempt(name).log(0).read_text())
+    variables: dict[str, str] = json.loads(text)
+    shown = ("SLURM", "affinity", "RANK", "PMI")
+    return {key: value for key, value in variables.items() if key.startswith(shown) and not OF_ONE_JOB.match(key)}
+
+
+def test_job_submitted_by_an_array_task_equals_one_from_outside(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    (slurm_runs.project / "print_environment.py").write_text(PRINT_ENVIRONMENT)
+    job = ["trainer.script=[print_environment.py]", "cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.mem=400M"]
+    job += ["cluster.cpus_per_task=2", "preflight=off", "launch.max_restarts=0"]
+    arguments = {name: [*slurm_runs.config(name, *job), "--cluster", "devcluster"] for name in ("outside", "inside")}
+    code, output = slurm_runs.command("submit", *arguments["outside"])
+    assert code == 0, output
+    submit = shlex.join([str(HPCDIST), "submit", *arguments["inside"]])
+    step = ["srun", "--ntasks=1", "--cpu-bind=map_cpu:0", "--mem-per-cpu=900", "sh", "-c", submit]
+    log = slurm_runs.folder.parent / "array-task.log"
+    flags = ["--parsable", "--array=3", "--ntasks=1", "--cpus-per-task=1", "--mem-per-cpu=900", f"--output={log}"]
+    command = ["sbatch", "--wait", *flags, f"--wrap={shlex.join(step)}"]
+    env = slurm_runs.env(RANK="5")
+    done = subprocess.run(command, cwd=slurm_runs.project, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr + log.read_text()
+    outer = done.stdout.strip()
+    assert f"submitted from inside job {outer}_3: its variables do not reach the new job" in log.read_text()
+    assert slurm_runs.job_id("inside") not in (outer, f"{outer}_3")
+    assert devcluster.job(slurm_runs.job_id("inside"))["JobName"].endswith("/inside")
+    assert printed_environment(slurm_runs, "inside") == printed_environment(slurm_runs, "outside")

@@ -166,6 +166,25 @@ def test_job_id_of_a_submitted_run_is_recorded(commands: FakeCommands, runs_dir:
     assert read_json(run.path / "slurm.json") == {"job_id": "41", "job_name": "exp/first", "cluster": "here"}
 
 
+def test_submission_in_a_job_hides_the_variables_of_that_job(
+    commands: FakeCommands, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_CPU_BIND", "SLURM_JOB_ID", "RANK", "SBATCH_QOS", "SLURM_CONF"):
+        monkeypatch.setenv(name, "7")
+    before = dict(os.environ)
+    commands.add_script("sbatch", "env > env.txt; echo 'Submitted batch job 41'")
+
+    def passed() -> set[str]:
+        names = {line.partition("=")[0] for line in (commands.folder / "env.txt").read_text().splitlines()}
+        return {name for name in names if name.startswith(("SBATCH", "SLURM", "RANK"))}
+
+    submit.submit(Config(runs_dir=str(runs_dir)), RunDir.create(runs_dir / "exp" / "first"))
+    assert passed() == {"SBATCH_QOS", "SLURM_CONF"}
+    assert dict(os.environ) == before
+    submit.estimate_start(Config(name="probe"))
+    assert passed() == {"SBATCH_QOS", "SLURM_CONF", "SLURM_TIME_FORMAT"}
+
+
 @pytest.mark.parametrize(
     ("sbatch", "error", "message"),
     [

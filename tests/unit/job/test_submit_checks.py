@@ -176,6 +176,7 @@ def test_config_and_request_problems_are_reported_together(slurm: FakeCommands, 
 
 def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "main")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
     save = tmp_path / "runs" / "exp" / "before" / "checkpoints" / "step-00000010"
     save.mkdir(parents=True)
     write_json(save / "manifest.json", {"write_s": 70.4})
@@ -185,6 +186,7 @@ def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.Monke
         " cluster.signal_lead_s=141",
         "mnist was not found in /data: the nodes will download it if they have internet access",
         "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
+        "submitted from inside job 41: its variables do not reach the new job",
     ]
 
 
