@@ -209,12 +209,15 @@ def _run_in_container(
     if not spec.gpus and config.launch.device != "cpu":
         say("no GPU is visible: training on CPUs")
     say(shlex.join(map(redacted_argument, command)))
+    for line in spec.notes:
+        say(f"note: {line}")
     if dry_run:
         return 0
     claim(Path(config.runs_dir).expanduser().absolute())
     for mount in spec.mounts:
-        # The engine would create missing folders as root.
-        Path(mount.source).mkdir(parents=True, exist_ok=True)
+        # The engine would create missing folders as root. Only folders of the run can be missing.
+        if not Path(mount.source).exists():
+            Path(mount.source).mkdir(parents=True, exist_ok=True)
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
@@ -411,7 +414,7 @@ def submit_run(
         like: a run whose code the new run has.
     """
     from hpcdist.job import submit_checks
-    from hpcdist.job.submit import commented, render
+    from hpcdist.job.submit import commented, render, shown_step
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.placement import rank_table_lines
@@ -424,7 +427,7 @@ def submit_run(
     if dry_run:
         submit_checks.check_config(config, cwd)
         script, step = render(config, RunDir(config.folder), flags)
-        say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n{commented(ranks)}")
+        say(f"{script}\n# then, in the batch step:\n{shown_step(config, step)}\n#\n{commented(ranks)}")
         return 0
     check_submission(config, flags, cwd, force=force)
     if origin is not None and like is None:

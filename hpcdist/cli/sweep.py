@@ -182,7 +182,8 @@ def _show_scripts(sweep: Sweep, to_run: Sequence["Choice"], flags: Mapping[str, 
     check_config(first.cell.config, Path.cwd())
     script, _ = submit.render(sweep.cells[0].config, RunDir(sweep.folder), flags, **array)
     _, step = submit.render(first.cell.config, first.run)
-    say(f"{script}\n# then, in the batch step of task 0 ({first.run.name}):\n{submit.commented(step)}")
+    shown = submit.shown_step(first.cell.config, step)
+    say(f"{script}\n# then, in the batch step of task 0 ({first.run.name}):\n{shown}")
 
 
 def _submit(sweep: Sweep, to_run: Sequence["Choice"], flags: Mapping[str, str], parallelism: int | None) -> None:

@@ -12,6 +12,7 @@ from hpcdist.config.document import parse_value
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.containers.engine import EngineName
+from hpcdist.containers.inherited import inherited
 from hpcdist.containers.mounts import Mount
 from hpcdist.containers.runtimes import NO_USER_PACKAGES
 from hpcdist.errors import UserMistake
@@ -47,6 +48,7 @@ class LocalContainer:
     host_network: bool = False
     terminal: bool = False
     stop_timeout_s: int
+    notes: tuple[str, ...] = ()  #: variables that the container does not get, with the reasons
 
 
 def run_words(container: LocalContainer) -> list[str]:
@@ -116,7 +118,13 @@ def local_container(
     if num_gpus and config.launch.device != "cpu":
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all"
     has_rdma = Path(INFINIBAND).is_dir()
-    passed = [name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE]
+    # Paths are the same inside and outside, because MLflow's database and the run folder store them.
+    mounts = [Mount(source=str(folder), target=str(folder)) for folder in dict.fromkeys(folders)]
+    of_user = inherited(env, (), mounts)
+    withheld = {*SET_HERE}
+    for names in of_user.left_out.values():
+        withheld.update(names)
+    passed = {name for name in env if name.startswith(PASSED_PREFIXES)} | {*of_user.names}
     # Ranks save a checkpoint in the first time, and the supervisor delivers the rest to MLflow in the second one.
     stop_timeout_s = config.launch.stop_grace_s + config.tracking.drain_timeout_s
     return LocalContainer(
@@ -128,10 +136,9 @@ def local_container(
         gpus=gpus,
         # Ranks use loopback and need no network except to reach an MLflow server on this machine.
         host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
-        # Paths are the same inside and outside, because MLflow's database and the run folder store them.
-        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in dict.fromkeys(folders)),
+        mounts=(*mounts, *of_user.mounts),
         workdir=cwd if own_code else None,
-        env=tuple(sorted(passed)),
+        env=tuple(sorted(passed - withheld)),
         env_values={
             **NO_USER_PACKAGES,
             "USER": user,
@@ -142,6 +149,7 @@ def local_container(
         },
         terminal=os.isatty(0) and os.isatty(1),
         stop_timeout_s=math.ceil(stop_timeout_s),
+        notes=tuple(of_user.notes),
     )
 
 

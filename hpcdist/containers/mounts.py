@@ -7,6 +7,9 @@ from typing import Self
 
 from hpcdist.errors import UserMistake
 
+#: Characters that separate the parts of a mount on command lines, which paths therefore cannot contain.
+UNMOUNTABLE = ":,"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
@@ -43,7 +46,7 @@ def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
     """
     kept: list[Mount] = []
     for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):
-        if set(":,") & set(mount.source + mount.target):
+        if set(UNMOUNTABLE) & set(mount.source + mount.target):
             raise UserMistake(f"container: {mount.source} cannot be mounted: runtimes allow no ':' or ',' in a path")
         if not any(other.covers(mount) for other in kept):
             kept.append(mount)

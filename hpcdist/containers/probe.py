@@ -102,7 +102,7 @@ def _content_problem(spec: ContainerSpec, facts: Mapping[str, Any], python: tupl
 
 def image_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
     """Start the image once on this machine, if it has the runtime, and return why ranks cannot use it."""
-    spec = planned_container(config, cwd)
+    spec = planned_container(config, cwd, env)
     if spec is None or spec.runtime == "pyxis" or shutil.which(spec.runtime, path=env.get("PATH")) is None:
         return []
     command, outer = image_probe(spec, env)

@@ -92,9 +92,12 @@ def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
     Containers inherit it, so it has only the variables that the ranks and the runtime need.
     """
     allowed = (*spec.env, *_OF_THE_HOST)
+    withheld = {*WITHHELD}
+    for names in spec.inherited.left_out.values():
+        withheld.update(names)
     kept = dict(NO_USER_PACKAGES)
     for name, value in env.items():
-        if name not in WITHHELD and any(fnmatchcase(name, pattern) for pattern in allowed):
+        if name not in withheld and any(fnmatchcase(name, pattern) for pattern in allowed):
             kept[name] = value
     if spec.runtime == "apptainer":
         return kept

@@ -1,11 +1,12 @@
 """The container of a run's ranks on Slurm: from config to ContainerSpec, and its checks before a submission."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secrets_of
+from hpcdist.containers.inherited import FOR_LIBRARIES, Inherited, inherited
 from hpcdist.containers.mounts import Mount, without_nested
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
@@ -18,13 +19,14 @@ IMAGE_PYTHON = "python3"
 PASSED = (
     "SLURM_*", "SLURMD_NODENAME", "PMI*", "CUDA_VISIBLE_DEVICES", "HPCDIST_*", "NCCL_*", "GLOO_*", "TP_*", "TORCH_*",
     "UCX_*", "FI_*", "OMP_*", "MKL_*", "MALLOC_*", "PYTHONPATH", "PYTHONUNBUFFERED", "RES_OPTIONS", "TZ", "LANG",
-    "LC_*",
+    "LC_*", *FOR_LIBRARIES,
 )  # fmt: skip
 #: Variables that are never passed: the tracking URI may hold a password that ranks do not need, and SLURM_JWT is a key
 #: to Slurm itself.
 WITHHELD = ("HPCDIST_TRACKING_URI", "SLURM_JWT")
 #: Folders that are mounted only if the config names them: as current folder they would hide the image's own programs.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
+NOTHING_INHERITED = Inherited(names=(), mounts=(), left_out={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +39,19 @@ class ContainerSpec:
     mounts: tuple[Mount, ...] = ()
     workdir: Path
     env: tuple[str, ...] = PASSED  #: variables to pass, by name or pattern (`NCCL_*`)
+    #: Of these, the ones that the container inherits from the user's environment.
+    inherited: Inherited = NOTHING_INHERITED
     uses_gpus: bool = False
     extra_args: tuple[str, ...] = ()  #: options of the runtime, with pyxis of srun
 
 
-def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> ContainerSpec | None:
+def rank_container(
+    config: Config, run: RunDir, env: Mapping[str, str], *, cwd: Path, root: Path
+) -> ContainerSpec | None:
     """Return the container of a run's ranks; None if `container.runtime` is `none`.
 
     Args:
+        env: the environment that the container's is made of.
         cwd: the ranks' current folder.
         root: the top folder of the code around `cwd`.
     """
@@ -52,14 +59,17 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
     if container.runtime == "none":
         return None
     names = [*config.cluster.env, *config.launch.env, *secrets_of(config)]
-    env = [*PASSED, *container.env, *(name for name in names if name not in WITHHELD)]
+    passed = [*PASSED, *container.env, *(name for name in names if name not in WITHHELD)]
+    mounts = _mounts(config, [run.path, root, cwd])
+    of_user = inherited(env, {*container.env, *names}, mounts)
     return ContainerSpec(
         runtime=container.runtime,
         image=container.image,
         is_folder=Path(container.image).is_dir(),
-        mounts=_mounts(config, [run.path, root, cwd]),
+        mounts=without_nested([*mounts, *of_user.mounts]),
         workdir=cwd,
-        env=tuple(dict.fromkeys(env)),
+        env=tuple(dict.fromkeys(passed)),
+        inherited=of_user,
         uses_gpus=requested_cluster(config).gpus_per_node > 0 and config.launch.device != "cpu",
         extra_args=tuple(container.extra_args),
     )
@@ -81,10 +91,10 @@ def _mounts(config: Config, folders: Sequence[Path]) -> tuple[Mount, ...]:
     return without_nested(mounts)
 
 
-def planned_container(config: Config, cwd: Path) -> ContainerSpec | None:
+def planned_container(config: Config, cwd: Path, env: Mapping[str, str]) -> ContainerSpec | None:
     """Return the container of a run that has no folder yet."""
     run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
-    return rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
+    return rank_container(config, run, env, cwd=cwd, root=git_root(cwd) or cwd)
 
 
 def container_problems(config: Config, cwd: Path) -> list[str]:
@@ -98,7 +108,7 @@ def container_problems(config: Config, cwd: Path) -> list[str]:
                 " container.extra_args"
             )
     try:
-        spec = planned_container(config, cwd)
+        spec = planned_container(config, cwd, {})
     except UserMistake as error:
         return [*problems, str(error)]
     if spec is not None:

@@ -138,10 +138,12 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     if not root.is_dir():
         root = cwd
     uri = resolve_uri(config, env)
-    box = rank_container(config, run, cwd=cwd, root=root)
     additional_env = rank_env(config)
     for_ranks = env | additional_env
+    box = rank_container(config, run, for_ranks, cwd=cwd, root=root)
     if box is not None:
+        for line in box.inherited.notes:
+            log.info("%s", line)
         # Paths of the host's packages are not valid in the image.
         for_ranks["PYTHONPATH"] = additional_env.get("PYTHONPATH", "")
     environment = rank_environment(config, run, for_ranks)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secret_keys
-from hpcdist.containers.spec import IMAGE_PYTHON, rank_container
+from hpcdist.containers.spec import IMAGE_PYTHON, planned_container, rank_container
 from hpcdist.environments.rank_environment import python_of
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.json_files import write_json
@@ -234,10 +234,20 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     parameters = sbatch_parameters(config, run, flags)
     script = _make_sbatch_string(command=command, folder=folder, **parameters, **array)
     cwd = Path.cwd()
-    box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
+    env = outer_job.without_outer_job(os.environ)
+    box = rank_container(config, run, env, cwd=cwd, root=git_root(cwd) or cwd)
     python = IMAGE_PYTHON if box else python_of(config)
     step = step_command(config, run.attempt(1), task_command(run, config, python), box)
     return script, shlex.join(step)
+
+
+def shown_step(config: Config, step: str) -> str:
+    """Return the command of `render` as comment lines, with the variables that its container inherits."""
+    lines = [step]
+    box = planned_container(config, Path.cwd(), outer_job.without_outer_job(os.environ))
+    if box is not None:
+        lines += box.inherited.lines
+    return commented("\n".join(lines))
 
 
 def commented(text: str) -> str:

@@ -16,7 +16,7 @@ from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.slurm_notation import expand
 from hpcdist.containers.probe import image_problems
-from hpcdist.containers.spec import container_problems
+from hpcdist.containers.spec import container_problems, planned_container
 from hpcdist.environments.modules import module_problems
 from hpcdist.environments.rank_environment import environment_problems
 from hpcdist.environments.torch_check import torch_problems
@@ -318,6 +318,9 @@ def check_submission(
     if not of_container:
         # Forced where only the nodes can start the image, such as one for another processor architecture.
         findings.errors += image_problems(config, folder, os.environ)
+        box = planned_container(config, folder, without_outer_job(os.environ))
+        if box is not None:
+            findings.warnings += box.inherited.notes
     blocking = list(problems)
     if not force:
         blocking += findings.errors
@@ -392,8 +395,9 @@ def _check_qos(qos: str | None, findings: Findings) -> None:
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     """Return the problems of a config that can be found without a cluster."""
     cluster = requested_cluster(config)
-    env = without_outer_job(os.environ)
-    problems = conflicting_flags(cluster) + gpu_conflicts(cluster, env) + exposed_secrets(config)
+    problems = (
+        conflicting_flags(cluster) + gpu_conflicts(cluster, without_outer_job(os.environ)) + exposed_secrets(config)
+    )
     folder = Path(config.runs_dir).absolute() / config.experiment / (config.name or "")
     path_problem = unusable_path(folder)
     if path_problem:

@@ -108,6 +108,7 @@ VARIANTS = {
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("nothing_to_inherit")
 @pytest.mark.parametrize("case", [*DRY_RUNS, *VARIANTS])
 def test_dry_run(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     (tmp_path / "site.yaml").write_text(SITE)

@@ -88,6 +88,22 @@ def test_variables_are_passed_by_name_without_values() -> None:
     assert "hidden" not in shlex.join(run_words(spec))
 
 
+def test_caches_and_proxies_reach_the_container(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    env: dict[str, Any] = {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": "hidden",
+        "https_proxy": "http://p",
+        "TORCH_HOME": "/no/such",
+    }
+    spec = container_for(**env)
+    words = run_words(spec)
+    assert spec.env == ("HF_HOME", "HF_TOKEN", "https_proxy")
+    assert f"--volume={tmp_path}/hf:{tmp_path}/hf" in words
+    assert spec.notes == ("the container does not get TORCH_HOME: /no/such does not exist here",)
+    assert "hidden" not in shlex.join(words)
+
+
 @pytest.mark.parametrize(
     ("limit", "capabilities", "is_allowed"), [(-1, "0", True), (8, "0", False), (8, "1000000", True)]
 )

@@ -31,7 +31,7 @@ def test_spec_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> No
             extra_args=["--fakeroot"],
         ),
     )
-    spec = rank_container(config, run, cwd=tmp_path / "project/sub", root=tmp_path / "project")
+    spec = rank_container(config, run, {}, cwd=tmp_path / "project/sub", root=tmp_path / "project")
     assert spec == ContainerSpec(
         runtime="apptainer",
         image="/i.sif",
@@ -51,7 +51,7 @@ def test_spec_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> No
 
 
 def spec_of(config: Config, cwd: str = "/p", root: str = "/p") -> ContainerSpec:
-    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path(cwd), root=Path(root))
+    spec = rank_container(config, RunDir(Path("/runs/e/r")), {}, cwd=Path(cwd), root=Path(root))
     assert spec is not None
     return spec
 
