@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,12 @@ from hpcdist.containers.spec import container_problems, planned_container
 from hpcdist.environments.modules import module_problems
 from hpcdist.environments.rank_environment import environment_problems
 from hpcdist.environments.torch_check import torch_problems
-from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
+from hpcdist.errors import ConfigError, RunFolderError, TopologyError, UserMistake, suggestion
 from hpcdist.host.json_files import LARGEST, read_json
 from hpcdist.host.ownership import user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.job import submit
+from hpcdist.job.earlier_start import advice, must_wait, reservation_in_the_way
 from hpcdist.job.srun import exposed_secrets, option_value, unusable_path
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
@@ -43,6 +44,7 @@ class Findings:
     errors: list[str] = field(default_factory=list)  #: prevent the submission
     warnings: list[str] = field(default_factory=list)
     waits_for_nodes: bool = False  #: whether too few nodes are up now
+    nodes: frozenset[str] = frozenset()  #: nodes that are up in the partitions that the job may run in
 
 
 def requested_partitions(
@@ -328,14 +330,20 @@ def check_submission(
     if not problems:
         try:
             estimate = submit.estimate_start(config, flags)
+            if not flags and must_wait(estimate, time.time()):  # with flags, the user has asked for a later start
+                findings.warnings += _earlier_start(config, findings.nodes)
         except UserMistake as error:
             rejection = _explain_rejection(str(error), config.cluster)
             # `sbatch --test-only` refuses what sbatch accepts: a job that waits for its reservation, or for nodes.
             later = _reservation_begins(config.cluster) if "Invalid time specified" in rejection else ""
-            waits = findings.waits_for_nodes and "Requested node configuration is not available" in rejection
+            unavailable = "Requested node configuration is not available" in rejection
+            reserved = _earlier_start(config, findings.nodes, only_reserved=True) if unavailable else []
+            waits = findings.waits_for_nodes and unavailable
             is_about_account = rejection != str(error)
             if later:
                 findings.warnings.append(later)
+            elif reserved:
+                findings.warnings += reserved
             elif force:
                 findings.warnings.append(rejection)
             elif is_about_account or not (blocking or waits):
@@ -344,6 +352,20 @@ def check_submission(
     if blocking:
         raise ConfigError(*blocking)
     return findings.errors + findings.warnings, estimate
+
+
+def _earlier_start(config: Config, nodes: Collection[str], *, only_reserved: bool = False) -> list[str]:
+    """Return a note on what would start now in place of a job that must wait; none without a useful answer.
+
+    Args:
+        only_reserved: only if a reservation keeps the job waiting.
+    """
+    now = time.time()
+    reservation = reservation_in_the_way(config, nodes, now)
+    if only_reserved and reservation is None:
+        return []
+    text = advice(config, nodes, reservation, now)
+    return [text] if text else []
 
 
 def _check_cluster(config: Config, missing_data: str) -> Findings:
@@ -359,6 +381,14 @@ def _check_cluster(config: Config, missing_data: str) -> Findings:
     for partition in requested:
         for group in partition.nodes:
             nodes.update(expand(group.names))
+    excluded: set[str] = set()
+    if config.cluster.exclude:
+        with suppress(TopologyError):  # sbatch reports it
+            excluded.update(expand(config.cluster.exclude))
+    for partition in requested:
+        for group in partition.nodes:
+            if group.usable:
+                findings.nodes |= set(expand(group.names)) - excluded
     this_machine = socket.gethostname().partition(".")[0]
     if nodes != {this_machine}:
         runs_dir = Path(config.runs_dir)

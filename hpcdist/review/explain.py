@@ -16,6 +16,7 @@ from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
 from hpcdist.host.ownership import stays_inside
 from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, ends_by_slurm, read_attempts, read_checkpoints
 from hpcdist.review.markdown import one_line, text_of
+from hpcdist.review.pending_job import in_numbers
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.job_record import JobStart
@@ -415,6 +416,10 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     if now.name == "queued":
         if job is None:
             return None
+        numbers = in_numbers(job, time.time())
+        if numbers is not None:
+            cause, fix = numbers
+            return Finding(cause=cause, fix=fix)
         return _of_waiting(job.reason)
     if now.name == "running":
         return _last_failure(run, state)

@@ -22,6 +22,7 @@ from hpcdist.host.time_limits import last_line, run_within
 from hpcdist.slurm import output
 from hpcdist.slurm.outer_job import without_outer_job
 from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, SlurmError, parse_text, parse_time
+from hpcdist.slurm.reservations import Reservation, parse_reservations
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +218,11 @@ def reservation_times(name: str) -> tuple[float | None, float | None]:
     """Return begin and end of a reservation (seconds since the epoch); None if Slurm does not say."""
     record = output.parse_record(run("scontrol", "show", "reservation", name, "--oneliner"))
     return parse_time(record.get("StartTime")), parse_time(record.get("EndTime"))
+
+
+def reservations() -> list[Reservation]:
+    """Return all reservations of nodes that are active or begin later."""
+    return parse_reservations(run("scontrol", "--oneliner", "show", "reservation"))
 
 
 def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeState]:

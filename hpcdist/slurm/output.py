@@ -91,6 +91,14 @@ def parse_time(text: str | None) -> float | None:
         raise SlurmError(f"Slurm shows the time {shown(text)}, which hpcdist cannot read") from error
 
 
+def parse_estimate(text: str) -> float | None:
+    """Return the expected start in `client.estimate_start`'s text in seconds since the epoch; None without one."""
+    found = re.search(r"start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
+    if found is None:
+        return None
+    return parse_time(found[1])
+
+
 def parse_minutes(text: str) -> float | None:
     """Return a time limit (`1-00:00:00`, `30:00`) in minutes; None for `UNLIMITED` and the like.
 

@@ -185,6 +185,34 @@ def test_test_option_shows_expected_start_and_submits_nothing(slurm_runs: SlurmR
     assert devcluster.run("squeue", "--noheader") == ""
 
 
+def test_request_that_starts_before_a_maintenance_is_named(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    arguments = [*slurm_runs.config("maintained", *TWO_COUNTING_RANKS, "cluster.time_limit_min=60", "preflight=off")]
+    arguments += ["--cluster", "devcluster"]
+    make = ["scontrol", "create", "reservation", "ReservationName=maint", "Nodes=ALL", "Users=root", "Flags=MAINT"]
+    devcluster.run(*make, "StartTime=now+30minutes", "Duration=60")
+    try:
+        code, output = slurm_runs.command("submit", *arguments)
+        assert code == 0, output
+        note = (
+            r"note: the job needs 60 min, and maintenance maint begins in \d\d min on all nodes: with"
+            r" cluster\.time_limit_min=2\d it would start now, and it continues by itself afterwards"
+        )
+        assert re.search(note, output), output
+        job = slurm_runs.job_id("maintained")
+        devcluster.wait_until(
+            lambda: devcluster.job(job)["Reason"].startswith("ReqNodeNotAvail"), "Slurm looks at the job"
+        )
+        code, output = slurm_runs.command("explain", "maintained")
+        assert code == 0, output
+        found = re.search(rf"`(scontrol update JobId={job} TimeLimit=2\d)` lets it end before that", output)
+        assert found is not None, output
+        devcluster.run(*shlex.split(found[1]))
+        devcluster.wait_job_state(job, "RUNNING")
+    finally:
+        devcluster.cancel_all()
+        devcluster.run("scontrol", "delete", "ReservationName=maint")
+
+
 # --- `slurm/run.sbatch`: runs in jobs that the user submits with sbatch.
 
 

@@ -21,7 +21,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.json_files import write_json
-from hpcdist.job import submit, submit_checks
+from hpcdist.job import earlier_start, submit, submit_checks
 from hpcdist.job.submit_checks import (
     Findings,
     check_config,
@@ -137,6 +137,83 @@ def test_job_that_only_has_to_wait_is_not_rejected(slurm: FakeCommands, tmp_path
     for cluster in (reserved, {"nodes": 4}):
         with pytest.raises(ConfigError, match="Slurm rejects this job: Invalid qos specification"):
             check(tmp_path, cluster=cluster)
+
+
+def reserve(slurm: FakeCommands, begins_in_min: int, nodes: str = "n[1-4]") -> None:
+    """Make scontrol show a maintenance of an hour."""
+    begin = int(time.time()) + 60 * begins_in_min
+    record = f"ReservationName=maint StartTime={begin} EndTime={begin + 3600} Nodes={nodes} Flags=MAINT"
+    slurm.add_script("scontrol", f"case \"$*\" in *reservation*) echo '{record}';; *) echo '{MAIN}';; esac")
+
+
+def estimate(slurm: FakeCommands, now_if: str) -> None:
+    """Make `sbatch --test-only` start scripts with a line like `now_if` now, and others in three hours."""
+    now = int(time.time())
+    slurm.add_script(
+        "sbatch",
+        f"start={now + 10800}; while read -r line; do case $line in {now_if}) start={now};; esac; done\n"
+        'echo "sbatch: Job 1 to start at $start using 2 processors" >&2',
+    )
+
+
+@pytest.mark.parametrize(
+    ("begins_in_min", "now_if", "config", "note"),
+    [
+        (30, "*--time=25", {}, "the job needs 60 min, and maintenance maint begins in 30 min on all nodes: with"
+         " cluster.time_limit_min=25 it would start now, and it continues by itself afterwards"),
+        (30, "*--time=25", {"trainer": TrainerConfig(script=["/bin/true"])}, "the job needs 60 min, and maintenance"
+         " maint begins in 30 min on all nodes: with cluster.time_limit_min=25 it would start now, and is requeued"
+         " afterwards: a script continues from its own checkpoints"),
+        (300, "*--time=30", {}, "the job would wait: with cluster.time_limit_min=30 it would start now, and it"
+         " continues by itself afterwards"),
+        (300, "*--nodes=1", {"data": DataConfig(global_batch_size=64)},
+         "the job would wait: with cluster.nodes=1 it would start now"),
+        (300, "never", {}, ""),
+    ],
+    ids=["maintenance", "script", "backfill", "nodes", "nothing"],
+)  # fmt: skip
+def test_note_names_the_largest_request_that_starts_now(
+    slurm: FakeCommands, tmp_path: Path, begins_in_min: int, now_if: str, config: dict[str, Any], note: str
+) -> None:
+    reserve(slurm, begins_in_min)
+    estimate(slurm, now_if)
+    warnings, text = check(tmp_path, cluster={"nodes": 4, "time_limit_min": 60}, **config)
+    assert warnings == ([note] if note else [])
+    assert text.startswith("the job would start at 20")
+    assert slurm.programs().count("sbatch") <= 1 + earlier_start.MAX_TRIES
+
+
+def test_maintenance_that_begins_soon_is_named(slurm: FakeCommands, tmp_path: Path) -> None:
+    reserve(slurm, 4)
+    estimate(slurm, "never")
+    (note,) = check(tmp_path, cluster={"time_limit_min": 60})[0]
+    assert note.startswith("the job needs 60 min, and maintenance maint begins in 4 min on all nodes: it waits for the")
+
+
+def test_job_that_slurm_refuses_for_a_reservation_only_waits(slurm: FakeCommands, tmp_path: Path) -> None:
+    """Recorded with Slurm 22.05: `sbatch --test-only` refuses the job, sbatch accepts it."""
+    reserve(slurm, 10, "n1")
+    reject(slurm, "Requested node configuration is not available")
+    (note,) = check(tmp_path, cluster={"nodes": 4, "time_limit_min": 20})[0]
+    assert note.startswith("the job needs 20 min, and maintenance maint begins in 10 min on 1 of 4 nodes: it waits")
+    reserve(slurm, 300)
+    with pytest.raises(ConfigError, match="Requested node configuration is not available"):
+        check(tmp_path, cluster={"nodes": 4, "time_limit_min": 20})
+
+
+def test_unreadable_reservations_do_not_prevent_a_submission(slurm: FakeCommands, tmp_path: Path) -> None:
+    estimate(slurm, "never")
+    for nodes in ("n[1-", "?"):
+        reserve(slurm, 30, nodes)
+        assert check(tmp_path, cluster={"time_limit_min": 60})[0] == []
+
+
+def test_later_start_that_the_user_asks_for_gets_no_note(slurm: FakeCommands, tmp_path: Path) -> None:
+    estimate(slurm, "never")
+    config = Config(experiment="exp", name="first", runs_dir=str(tmp_path / "runs"))
+    flags = {"begin": "now+3hours"}
+    assert check_submission(config, flags, tmp_path, missing_data="", force=False)[0] == []
+    assert slurm.programs().count("sbatch") == 1
 
 
 def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:

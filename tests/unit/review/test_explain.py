@@ -19,7 +19,8 @@ from hpcdist.run.lease import hold
 from hpcdist.run.status import close_if_lost
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
-from hpcdist.slurm.output import JobInfo
+from hpcdist.slurm.output import JobInfo, NodeGroup, Partition, SlurmError
+from hpcdist.slurm.reservations import Reservation
 
 EARLY = "ended with exit status 0 before the other ranks"
 GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064"
@@ -42,8 +43,13 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         write_json(run.path / "slurm.json", {"job_id": "7"})
         snapshot = JobSnapshot(info=JobInfo(id="7", state=state, **facts))
         monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
+        monkeypatch.setattr(client, "job_record", no_answer)
 
     return set_state
+
+
+def no_answer(job_id: str) -> dict[str, str]:
+    raise SlurmError(f"no answer about job {job_id}")
 
 
 def change_state(run: RunDir, **changes: Any) -> None:
@@ -292,6 +298,61 @@ def test_pending_reason_is_explained(run: RunDir, slurm: Callable[..., None]) ->
         assert found["status"] == "queued"
         assert found["cause"].startswith(cause)
         assert found["slurm"].startswith(f"job 7 waits ({reason})")
+
+
+MAIN = Partition(
+    name="main",
+    facts={"MaxTime": "00:30:00"},
+    nodes=(NodeGroup(partition="main", num_nodes=4, cpus=8, memory_mb=1, gpus=0, usable=True, names="n[1-4]"),),
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "begins_in_min", "cause", "fix"),
+    [
+        (
+            "ReqNodeNotAvail,_Reserved_for_maintenance",
+            30,
+            "the job needs 60 min, and maintenance maint begins in 30 min on all nodes (ReqNodeNotAvail,_Reserved_for_",
+            "`scontrol update JobId=7 TimeLimit=25` lets it end before that (the run requeues itself); otherwise wait",
+        ),
+        (
+            "ReqNodeNotAvail,_Reserved_for_maintenance",
+            4,
+            "the job needs 60 min, and maintenance maint begins in 4 min on all nodes",
+            "wait for the end of the reservation at 20",
+        ),
+        ("Resources", 90, "no suitable nodes are free (Resources)", "wait, or request fewer nodes"),
+        (
+            "PartitionTimeLimit",
+            90,
+            "the job asks for 60 min, and its partition allows 30 (PartitionTimeLimit)",
+            "reduce cluster.time_limit_min to 30 and submit again",
+        ),
+    ],
+    ids=["shorter", "too-late", "not-reserved", "time-limit"],
+)
+def test_what_a_pending_job_waits_for_is_in_numbers(
+    run: RunDir,
+    slurm: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    begins_in_min: int,
+    cause: str,
+    fix: str,
+) -> None:
+    change_state(run, status="queued", reason="")
+    slurm("PENDING", reason=reason)
+    record = {"TimeLimit": "01:00:00", "NumNodes": "2-2", "Partition": "main"}
+    begin = time.time() + 60 * begins_in_min
+    nodes = frozenset({"n1", "n2", "n3", "n4"})
+    maintenance = Reservation(name="maint", begin=begin, end=begin + 3600, nodes=nodes, is_maintenance=True)
+    monkeypatch.setattr(client, "job_record", lambda job_id: record)
+    monkeypatch.setattr(client, "partitions", lambda: [MAIN])
+    monkeypatch.setattr(client, "reservations", lambda: [maintenance])
+    found = explained(run)
+    assert found["cause"].startswith(cause)
+    assert found["fix"].startswith(fix)
 
 
 def test_failure_before_the_first_attempt_is_in_the_batch_log(run: RunDir, slurm: Callable[..., None]) -> None:
