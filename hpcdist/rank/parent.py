@@ -17,12 +17,12 @@ passes on in both directions (`supervisor/parents.py` is the other side):
     {"parent": 0, "ready": "n1", "problem": ""}             waits for requests on this host; why it does not fork
     {"parent": 0, "rank": 0, "attempt": 2, "pid": 9}        has started a rank
     {"parent": 0, "rank": 0, "attempt": 2, "error": "…"}    cannot start a rank
-    {"parent": 0, "rank": 0, "attempt": 2, "code": -9, "memory_limit": null}
+    {"parent": 0, "rank": 0, "attempt": 2, "code": -9, "memory_kill": null}
                                                             a rank has ended; a negative code is a signal
     {"parent": 0, "over": 2}                                no process of attempt 2 is left
 
-`parent` is the rank of a task, and null on one machine. `memory_limit` is the limit in bytes for which the kernel has
-killed the rank, and null otherwise.
+`parent` is the rank of a task, and null on one machine. `memory_kill` has the fields of `MemoryKill` if the kernel has
+killed the rank, or another process of its control group, since the rank was started; else it is null.
 
 The parent imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
 alone: it may start threads, use a GPU or read the rank's variables. The parent has no threads and no CUDA context, and
@@ -44,14 +44,14 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
-from hpcdist.host.cgroups import exceeded_limit_bytes, memory_kills
+from hpcdist.host.cgroups import MemoryCounts, memory_counts, memory_kill
 from hpcdist.rank.processes import (
     FILE_TIMEOUT_S,
     IGNORED,
@@ -173,7 +173,7 @@ class _Rank:
     attempt: int
     pid: int
     descriptor: int  #: of the process
-    kills_before: Mapping[Path, int]  #: for a memory limit, before the start of the rank; see `memory_kills`
+    counts_before: Mapping[Path, MemoryCounts]  #: before the start of the rank; see `memory_counts`
     has_ended: bool = False
 
 
@@ -281,7 +281,7 @@ class Parent:
             ignored = [signal.SIGUSR2]
         # A rank with a trainer unblocks these once it has handlers.
         blocked = STOP_SIGNALS if self.forks else ()
-        kills_before = memory_kills()
+        counts_before = memory_counts()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
             # An interpreter would import from another folder in its place.
@@ -298,7 +298,7 @@ class Parent:
                 env["SLURM_TASK_PID"] = str(os.getpid())
             return env
         _close(log)
-        rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid), kills_before)
+        rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid), counts_before)
         self._ranks[number] = rank
         self._report(**place, pid=pid)
         waiting = self._waiting_signals
@@ -349,10 +349,9 @@ class Parent:
         if ended.si_code != os.CLD_EXITED:
             code = -ended.si_status  # the number of a signal
         rank.has_ended = True
-        memory_limit = None
-        if code == -signal.SIGKILL:
-            memory_limit = exceeded_limit_bytes(rank.kills_before)
-        self._report(rank=rank.number, attempt=rank.attempt, code=code, memory_limit=memory_limit)
+        kill = memory_kill(rank.counts_before)
+        fields = asdict(kill) if kill is not None else None
+        self._report(rank=rank.number, attempt=rank.attempt, code=code, memory_kill=fields)
 
     def _end(self, attempt: int) -> None:
         """Kill the ranks and their descendants, and report that none is left; no report if one survives."""

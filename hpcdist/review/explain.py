@@ -14,7 +14,15 @@ from hpcdist.host.files import open_regular
 from hpcdist.host.json_files import read_json
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
 from hpcdist.host.ownership import stays_inside
-from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, ends_by_slurm, read_attempts, read_checkpoints
+from hpcdist.review.facts import (
+    HOST_MEMORY_FIX,
+    JOB_ENDS,
+    LESS_MEMORY,
+    NODE_FIX,
+    ends_by_slurm,
+    read_attempts,
+    read_checkpoints,
+)
 from hpcdist.review.markdown import one_line, text_of
 from hpcdist.review.pending_job import in_numbers
 from hpcdist.run.attempt_times import read_times
@@ -46,8 +54,41 @@ class Pattern:
 
 HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the named timeout"
 
+#: Lacks of memory that the kernel's counters prove (`host/cgroups.py`).
+MEMORY_PATTERNS = (
+    Pattern(
+        "memory-of-job",
+        r"out of memory, with a limit of \S+ MiB for the (Slurm (?:step|job))",
+        "the processes of the {0} on a node needed more memory than it has there",
+        HOST_MEMORY_FIX,
+    ),
+    Pattern(
+        "memory-of-container",
+        r"out of memory, with a limit of \S+ MiB for the container",
+        "the processes of the container needed more memory than its limit",
+        f"start the container with a higher limit (`docker run --memory`), or {LESS_MEMORY}",
+    ),
+    Pattern(
+        "memory-of-group",
+        r"out of memory, with a limit of \S+ MiB for the control group",
+        "the processes needed more memory than the system allows this login or service",
+        f"raise the limit (`systemctl show --property=MemoryMax user-$(id -u).slice` shows it), or {LESS_MEMORY}",
+    ),
+    Pattern(
+        "memory-of-machine",
+        r"out of memory, since all \S+ MiB of the machine were in use",
+        "the machine's memory is exhausted, by this run or by other programs on it",
+        f"end other programs on the machine, use one with more memory, or {LESS_MEMORY}",
+    ),
+)
+#: Errors of a process that has lost a child process.
+_CHILD_LOST = re.compile(
+    r"DataLoader worker|[Kk]illed|SIGKILL|BrokenProcessPool|process pool|EOFError|BrokenPipe|ConnectionReset|-9\b"
+)
+
 #: Ordered: the first match is reported, so causes come before their consequences.
 PATTERNS = (
+    *MEMORY_PATTERNS,
     Pattern(
         "cuda-out-of-memory",
         r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
@@ -376,7 +417,8 @@ def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
     sentence += f": {state.reason}"
     attempts = read_attempts(run, state, read_checkpoints(run))
     earlier = [attempt for attempt in attempts if attempt.status != "finished"]
-    if not earlier:
+    memory = _memory_warning(now)
+    if not earlier and memory is None:
         sentence += "; nothing to explain"
     findings = {fault.attempt: asdict(fault.finding) for fault in read_faults(run)}
     ended = []
@@ -390,7 +432,23 @@ def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
                 "finding": findings.get(attempt.number),
             }
         )
-    return Explanation(status=now.name, sentence=sentence, ended_attempts=tuple(ended))
+    warning = {}
+    if memory is not None:
+        warning = asdict(memory)
+    return Explanation(status=now.name, sentence=sentence, ended_attempts=tuple(ended), **warning)
+
+
+def _memory_warning(now: RunStatus) -> Finding | None:
+    """Return the lack of memory in which a finished run has lost a child process; None without one."""
+    recorded = _of_memory(now.state.reason, "counted by the kernel for the control group of the ranks")
+    if recorded is not None or now.facts is None or not now.facts.out_of_memory:
+        return recorded
+    cause, fix = JOB_ENDS["OUT_OF_MEMORY"]
+    return Finding(
+        cause=f"{cause}: the kernel killed a process, but the ranks have ended with success",
+        evidence=f"Slurm: {now.facts.sentence()}",
+        fix=fix,
+    )
 
 
 def _doubt(run: RunDir, state: State) -> str:
@@ -466,9 +524,12 @@ def _end_by_slurm(run: RunDir, now: RunStatus, job: JobInfo) -> str:
     """Return the state with which Slurm has ended the job; "" if that is not the cause of the run's end."""
     if job.out_of_memory:
         # Slurm also reports this if only a child process of a rank was killed. An error that a rank has reported is
-        # then the cause.
-        is_reported = bool(now.state.attempt) and _has_reported(run.attempt(now.state.attempt))
-        if is_reported or now.name in ("stopped", "cancelled"):
+        # then the cause. The kernel's counters, which the supervisor records, name the limit.
+        is_known = False
+        if now.state.attempt:
+            attempt = run.attempt(now.state.attempt)
+            is_known = _has_reported(attempt) or _recorded_memory(run, attempt) is not None
+        if is_known or now.name in ("stopped", "cancelled"):
             return ""
         return "OUT_OF_MEMORY"
     if job.state == "CANCELLED" and now.name not in ("lost", "cancelled"):
@@ -488,6 +549,10 @@ def explain_failure(run: RunDir, state: State) -> Finding | None:
     """Explain the failure of a run as `explain` does, but from its folder alone; None if it has not failed."""
     if state.status != "failed":
         return None
+    if state.attempt:
+        memory = _recorded_memory(run, run.attempt(state.attempt))
+        if memory is not None:
+            return memory
     start = ends_by_slurm(run).get(state.attempt)
     if start is not None and start.state in JOB_ENDS and start.state != "CANCELLED":
         cause, fix = JOB_ENDS[start.state]
@@ -541,6 +606,9 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
         failures = _preflight_failures(attempt)
         if failures:
             return _of_preflight(run, attempt, failures[0])
+    memory = _recorded_memory(run, attempt)
+    if memory is not None:
+        return memory
     failed = _failed_ranks(attempt, first=record.get("rank"))
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
@@ -564,6 +632,25 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
         return Finding(cause=quote(reason), evidence=f"logs in {attempt.path.relative_to(run.path)}")
     if failed:
         return _of_outcome(run, attempt, *failed[0])
+    return None
+
+
+def _recorded_memory(run: RunDir, attempt: Attempt) -> Finding | None:
+    """Return the kill for lack of memory that the supervisor has recorded as the cause of a failure, or beside it."""
+    record = read_json(attempt.failure) or {}
+    clause = text_of(record.get("error"))
+    if record.get("kind") not in ("out_of_memory", "child_killed"):
+        if not _CHILD_LOST.search(clause):
+            return None
+        clause = text_of(record.get("memory"))
+    return _of_memory(clause, f"{attempt.failure.relative_to(run.path)}: {quote(clause)}")
+
+
+def _of_memory(clause: str, evidence: str) -> Finding | None:
+    """Return the finding about a kill for lack of memory; None if the clause is about something else."""
+    for pattern in MEMORY_PATTERNS:
+        if re.search(pattern.texts, clause):
+            return _known(pattern, clause, evidence)
     return None
 
 

@@ -95,7 +95,8 @@ def finite_number(value: Any) -> float | None:
 
 #: Cause of an attempt without a recorded end.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
-HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
+LESS_MEMORY = "use less: fewer data.num_workers, smaller data.batch_size, fewer ranks per node"
+HOST_MEMORY_FIX = f"request more (cluster.mem), or {LESS_MEMORY}"
 NODE_FIX = (
     "cluster.exclude avoids the node; if the run has ended, `hpcdist resume` continues from the newest checkpoint"
 )

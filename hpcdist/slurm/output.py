@@ -320,6 +320,8 @@ ENDED = frozenset(
 WAITING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "EXPEDITING"}
 )
+#: Not a signal of Linux: Slurm shows its code 253 for a lack of memory as `0:125`.
+_OUT_OF_MEMORY_SIGNAL = 125
 #: Reasons that repeat the state or the exit code of a failed job.
 _REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
 #: Output fields requested of squeue and sacct.
@@ -358,7 +360,10 @@ class JobInfo:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether Slurm has ended the job, or one of its steps, for its use of memory."""
+        """Whether the kernel has killed a process of the job, or of one of its steps, for lack of memory.
+
+        Slurm reports this also if the killed process is a child of a rank, and all ranks have ended with success.
+        """
         return "OUT_OF_MEMORY" in (self.state, *self.step_states)
 
     def queue_s(self, now: float) -> float | None:
@@ -382,7 +387,9 @@ class JobInfo:
             text += f" ({self.reason})"
         if self.exit_code:
             text += f" with exit code {self.exit_code}"
-        if self.signal:
+        if self.signal == _OUT_OF_MEMORY_SIGNAL:
+            text += " (0:125, Slurm's exit code for a process that was killed for lack of memory)"
+        elif self.signal:
             text += f" by signal {self.signal}"
         return text + nodes
 

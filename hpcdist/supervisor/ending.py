@@ -114,7 +114,8 @@ def decide(facts: AttemptFacts) -> Ending:
                 return Ending(kind="failed", reason=f"{reason}, twice in a row: another start would not help")
             return _continue_in_job(facts, reason)
 
-    if outcome.kind == "unfit":
+    # After `child_killed`, the ranks have done all that they do: with the same memory, another start would do the same.
+    if outcome.kind in ("unfit", "child_killed"):
         return Ending(kind="failed", reason=reason)
     if facts.earlier_failures and outcome.same_as(facts.earlier_failures[-1]):
         return Ending(kind="failed", reason=f"{reason}, twice in a row: another restart would not help")

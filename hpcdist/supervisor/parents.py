@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.redaction import redact_text
+from hpcdist.host.cgroups import MemoryKill
 from hpcdist.rank.processes import KILL_S, MARK
 from hpcdist.run.folder import Attempt
 from hpcdist.supervisor.children import Guard
@@ -166,7 +167,7 @@ class ParentRanks:
         self.parents = parents
         self.attempt = attempt
         self.exits: dict[int, int] = {}
-        self.memory_limits: dict[int, int] = {}
+        self.memory_kills: dict[int, MemoryKill] = {}
         self._num_ranks = num_ranks
         self._env, self._starts = env, starts
         self._pids: dict[int, int] = {}
@@ -250,8 +251,8 @@ class ParentRanks:
             self._note_start(report["pid"])
         elif "code" in report:
             self.exits.setdefault(rank, report["code"])
-            if report["memory_limit"] is not None:
-                self.memory_limits[rank] = report["memory_limit"]
+            if report["memory_kill"] is not None:
+                self.memory_kills[rank] = MemoryKill(**report["memory_kill"])
         else:
             self._error = report["error"]
             self.exits.setdefault(rank, 1)

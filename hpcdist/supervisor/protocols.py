@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hpcdist.host.cgroups import MemoryKill
 from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import Attempt
 
@@ -16,8 +17,8 @@ class Ranks(Protocol):
 
     #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
     exits: dict[int, int]
-    #: Limits in bytes of the memory of ranks that the kernel has killed for it.
-    memory_limits: dict[int, int]
+    #: By rank, the processes of its control group that the kernel has killed for lack of memory until the rank ended.
+    memory_kills: dict[int, MemoryKill]
 
     @property
     def remaining(self) -> list[int]:

@@ -5,9 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hpcdist.host.cgroups import MemoryKill
+
+#: `child_killed`: the ranks have ended with success, but without one of their child processes.
 Kind = Literal[
-    "error", "killed", "out_of_memory", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"
-]
+    "error", "killed", "out_of_memory", "child_killed", "hung", "rejected", "unfit", "vanished", "not_started",
+    "interrupted", "lost",
+]  # fmt: skip
 #: Names of signals by number. Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
 #: Kinds of failures in which the rank does not report its step. The known step is that of its last heartbeat, which is
@@ -32,6 +36,7 @@ class Failure:
     role: str = ""  #: `role:index` of the rank, in runs with roles
     only_there: bool = True  #: no rank on another host reported its own failure
     detail: str = ""  #: further findings, which do not count when failures are compared
+    memory: str = ""  #: which processes beside the ranks the kernel has killed for lack of memory, and why
     is_fault: bool = False  #: whether an exception comes from a node, device or connection
 
     @property
@@ -59,6 +64,8 @@ class Failure:
             text += f" after step {self.step}"
         if self.detail:
             text += f"; {self.detail}"
+        if self.memory:
+            text += f"; {self.memory}"
         return text
 
     def same_as(self, other: "Failure") -> bool:
@@ -86,7 +93,7 @@ def first_failure(
     *,
     sent_sigterm: bool = False,
     num_ranks: int = 0,
-    memory_limits: Mapping[int, int] | None = None,
+    memory_kills: Mapping[int, MemoryKill] | None = None,
     unstarted: Mapping[int, str] | None = None,
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
@@ -100,12 +107,12 @@ def first_failure(
         last_step: the last known step of a rank without an outcome.
         sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
         num_ranks: number of all ranks, for the number of those that raised the same error.
-        memory_limits: limits in bytes for which the kernel has killed ranks.
+        memory_kills: by rank, the kills for lack of memory in its control group until the rank ended.
         unstarted: reasons of the ranks that did not start. Their exit codes are those of the program that should have
             started them.
     """
     unstarted = unstarted or {}
-    memory_limits = memory_limits or {}
+    memory_kills = memory_kills or {}
     if sent_sigterm:
         lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
         exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM and rank not in lost}
@@ -125,7 +132,7 @@ def first_failure(
             error = f"was not started: {unstarted[rank]}"
             causes.append(Failure(kind="not_started", rank=rank, host=host_of(rank), step=None, error=error))
         elif code != 0:
-            kind, error = _unreported_end(code, memory_limits.get(rank))
+            kind, error = _unreported_end(code, memory_kills.get(rank))
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     left = next(iter(exits), None)
     if left is not None and exits[left] == 0 and consequences and not causes:
@@ -181,15 +188,53 @@ def _is_known_fault(error: str) -> bool:
     return pattern.is_fault
 
 
-def _unreported_end(code: int, memory_limit: int | None) -> tuple[Kind, str]:
+def _unreported_end(code: int, memory_kill: MemoryKill | None) -> tuple[Kind, str]:
     """Return kind and error of a rank that has ended without an outcome; see `first_failure`."""
     if code > 0:
         return "vanished", f"exited with code {code} without a report"
-    if memory_limit is not None:
-        limit = f"a limit of {memory_limit / 2**20:,.0f} MiB"
-        return "out_of_memory", f"was killed by the kernel: out of memory, with {limit}"
+    if memory_kill is not None and code == -signal.SIGKILL:
+        return "out_of_memory", f"was killed by the kernel: {memory_kill.reason}"
     name = _NAMES.get(-code, f"signal {-code}")
     return "killed", f"was killed by {name}"
+
+
+def killed_beside(
+    exits: Mapping[int, int],
+    memory_kills: Mapping[int, MemoryKill],
+    host_of: Callable[[int], str],
+    *,
+    in_job: bool,
+) -> str:
+    """Return the clause about processes beside the ranks that the kernel has killed for lack of memory; "" without any.
+
+    The kernel counts kills, and does not name the processes: if it has killed a rank, no other process is assumed.
+
+    Args:
+        exits: exit codes by rank.
+        memory_kills: see `first_failure`.
+        host_of: returns the host of a rank.
+        in_job: whether the control groups of the ranks contain no process that the ranks have not started.
+    """
+    if any(exits.get(rank) == -signal.SIGKILL for rank in memory_kills):
+        return ""
+    first = next(iter(memory_kills), None)
+    if first is None:
+        return ""
+    host = host_of(first)
+    beside = [rank for rank in exits if host_of(rank) == host]
+    kill = memory_kills[first]
+    ranks = "the ranks"
+    if beside == [first]:
+        ranks = f"rank {first}"
+    number = "a"
+    noun = "process"
+    if kill.count > 1:
+        number = f"{kill.count:,}"
+        noun = "processes"
+    killed = f"{number} {noun} beside {ranks}"
+    if in_job:
+        killed = f"{number} child {noun} of {ranks}"
+    return f"the kernel killed {killed} on {host}: {kill.reason}"
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:

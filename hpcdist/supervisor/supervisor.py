@@ -29,7 +29,7 @@ from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFi
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.protocols import Launcher, NodeChanges
-from hpcdist.supervisor.restart_policy import Failure, Kind, first_failure
+from hpcdist.supervisor.restart_policy import Failure, Kind, first_failure, killed_beside
 from hpcdist.supervisor.signals import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
 
@@ -99,6 +99,8 @@ class Supervisor:
         #: Set after the ranks have ended if Slurm is ending the job without a signal to this process.
         self._job_request: StopRequest | None = None
         self._began = time.time()
+        #: About the last attempt; see `killed_beside`.
+        self._killed_beside = ""
 
     def run(self) -> State:
         """Start attempts until the run ends or its job is requeued, and return its last state.
@@ -244,6 +246,7 @@ class Supervisor:
     def _run_attempt(self, attempt: Attempt) -> Outcome:
         """Start the ranks, watch them until all have ended, and return how they ended."""
         self._attempt = attempt
+        self._killed_beside = ""
         self._write_request(attempt)  # of a signal that arrived between two attempts
         try:
             # A launcher that raises has already ended the ranks that it had started.
@@ -306,6 +309,7 @@ class Supervisor:
         """
         ranks = watch.ranks
         last_step = watch.progress.last_step
+        self._killed_beside = killed_beside(exits, ranks.memory_kills, ranks.host_of, in_job=self.job is not None)
         failure = first_failure(
             exits,
             outcomes,
@@ -313,18 +317,32 @@ class Supervisor:
             ranks.host_of,
             sent_sigterm=watch.stops_script,
             num_ranks=self.launcher.num_ranks,
-            memory_limits=ranks.memory_limits,
+            memory_kills=ranks.memory_kills,
             unstarted=unstarted,
         )
         if failure is not None:
-            return failure
+            return replace(failure, memory=self._killed_beside)
         if watch.stops_script:
             return "stopped"
         reported = outcomes.get(0, {}).get("outcome")
         if reported is None:
             why = "exited with code 0 without a report"
             return Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
-        return "stopped" if reported == "stopped" else "finished"
+        if reported == "stopped":
+            return "stopped"
+        if self._killed_beside and self.job is not None and not self._has_done_all(watch.attempt, last_step(0)):
+            # Such as a script that ignores the end of the program in which it trains. Slurm, too, reports the job as
+            # OUT_OF_MEMORY.
+            why = f"ended with exit status 0, but {self._killed_beside}"
+            return Failure(kind="child_killed", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
+        return "finished"
+
+    def _has_done_all(self, attempt: Attempt, last_step: int | None) -> bool:
+        """Return whether the ranks have surely done their whole training: a script must have reported its steps."""
+        if not self.config.trainer.script:
+            return True
+        total_steps = (attempt.read_beat(0) or {}).get("total_steps")
+        return total_steps is not None and last_step is not None and last_step >= total_steps
 
     def _with_role(self, outcome: Outcome) -> Outcome:
         """Return the outcome; a failure with the role of its rank, in runs with roles."""
@@ -399,7 +417,10 @@ class Supervisor:
     def _how_ended(self, attempt: Attempt, outcome: Outcome, request: StopRequest | None) -> str:
         """Return how and why an attempt without a failure ended; the caller adds the request to end the run."""
         if outcome == "finished":
-            return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
+            how = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
+            if self._killed_beside:
+                how += f"; but {self._killed_beside}"
+            return how
         if outcome == "cancelled":
             return ""
         if request is not None and not request.ends_run:

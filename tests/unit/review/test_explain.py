@@ -272,6 +272,50 @@ def test_out_of_memory_is_the_cause_and_a_later_scancel_is_not(run: RunDir, slur
     assert explained(run)["cause"] == "an exception in the training code"
 
 
+def test_out_of_memory_names_whose_limit_was_exceeded(run: RunDir, slurm: Callable[..., None]) -> None:
+    """What the kernel has counted is more specific than what Slurm says in its log and in its accounting."""
+    slurm("OUT_OF_MEMORY", signal=125, nodes="n1", step_states=("OUT_OF_MEMORY",))
+    (run.attempt(1).path / "srun.log").write_text("srun: error: n1: task 0: Out Of Memory\n")
+    for limit, cause, fix in (
+        ("with a limit of 9 MiB for the Slurm step", "the processes of the Slurm step on a node", "request more"),
+        ("with a limit of 9 MiB for the Slurm job", "the processes of the Slurm job on a node", "request more"),
+        ("with a limit of 9 MiB for the container", "the processes of the container", "start the container with"),
+        ("with a limit of 9 MiB for the control group", "the processes needed more", "raise the limit"),
+        ("since all 15,000 MiB of the machine were in use", "the machine's memory is exhausted", "end other programs"),
+    ):
+        error = f"was killed by the kernel: out of memory, {limit}"
+        write_json(run.attempt(1).failure, {"kind": "out_of_memory", "rank": 0, "host": "n1", "error": error})
+        found = explained(run)
+        assert found["cause"].startswith(cause)
+        assert found["fix"].startswith(fix)
+        assert found["evidence"] == f"attempts/001/failure.json: {error}"
+
+
+def test_error_about_a_killed_worker_is_explained_by_memory(run: RunDir) -> None:
+    error = "RuntimeError: DataLoader worker (pid 31) is killed by signal: Killed."
+    clause = (
+        "the kernel killed a child process of rank 0 on n1: out of memory, with a limit of 9 MiB for the Slurm step"
+    )
+    write_outcome(run, 0, error)
+    record = {"kind": "error", "rank": 0, "host": "n1", "error": error, "memory": clause}
+    write_json(run.attempt(1).failure, record)
+    assert explained(run)["evidence"] == f"attempts/001/failure.json: {clause}"
+    write_json(run.attempt(1).failure, {**record, "error": "ValueError: nan"})
+    assert explained(run)["cause"] == "an exception in the training code", "an error that says nothing about a process"
+
+
+def test_finished_run_out_of_memory_by_accounting(run: RunDir, slurm: Callable[..., None]) -> None:
+    change_state(run, status="finished", reason="trained 9 steps")
+    slurm("OUT_OF_MEMORY", signal=125, nodes="n1")
+    found = explained(run)
+    assert found["status"] == "finished: trained 9 steps"
+    assert found["cause"].endswith("the kernel killed a process, but the ranks have ended with success")
+    assert found["evidence"] == (
+        "Slurm: job 7 ended as OUT_OF_MEMORY (0:125, Slurm's exit code for a process that was killed for lack of"
+        " memory) on n1"
+    )
+
+
 def test_pending_reason_is_explained(run: RunDir, slurm: Callable[..., None]) -> None:
     change_state(run, status="queued", reason="")
     for reason, cause in (

@@ -19,6 +19,7 @@ FAILED = "rank 1 on n1 failed with ValueError: nan after step 7"
 OTHER = failure(error="OSError: disk", step=3)
 UNFIT = Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")
 REJECTED = failure("rejected", "no GPU", None)
+LOST_CHILD = failure("child_killed", "ended with exit status 0, but the kernel killed a child process of rank 1 on n1")
 INTERRUPTED = failure("interrupted", "pyxis could not start the container")
 SAVED = "everything saved"
 #: An exception of the user's code.
@@ -137,6 +138,8 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
         (facts(UNFIT, nodes=FIT, job=FIRST), "failed", UNFIT.error),
         (facts(UNFIT, nodes=NodeFindings(broken="n3 avoided from now on"), job=FIRST), "requeue",
          f"{UNFIT.error}; n3 avoided from now on"),
+        # A child process that the kernel has killed, while the ranks succeeded.
+        (facts(LOST_CHILD, nodes=FIT, job=FIRST), "failed", LOST_CHILD.sentence()),
         # Lost or broken nodes.
         (facts(failure(), nodes=OTHERS, job=FIRST, earlier=(failure(),), max_restarts=0), "move", OTHERS.moved),
         (facts(failure(), nodes=LOST, job=FIRST, earlier=(failure(),), max_restarts=0), "requeue",

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from hpcdist.host.cgroups import MemoryKill, MemoryScope
 from hpcdist.supervisor.progress import StragglerEvent, Stragglers
-from hpcdist.supervisor.restart_policy import Failure, first_failure, suspect
+from hpcdist.supervisor.restart_policy import Failure, first_failure, killed_beside, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
 LEFT = "ended with exit status 0 before the other ranks"
@@ -102,17 +103,44 @@ def test_exit_code_of_a_launcher_is_not_reported_as_the_ranks() -> None:
     assert (found.kind, found.sentence()) == ("not_started", f"rank 1 on n1 was not started: {why}")
 
 
-def test_rank_killed_for_memory_names_the_limit_and_no_node() -> None:
-    exits, outcomes, limits = {1: -9, 0: 1}, {0: peer_lost(0)}, {1: 300 * 2**20}
-    found = first_failure(exits, outcomes, lambda rank: 31, lambda rank: "n1", memory_limits=limits)
+def memory_kill(scope: MemoryScope = "step", count: int = 1) -> MemoryKill:
+    return MemoryKill(count=count, scope=scope, limit_bytes=300 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("scope", "reason"),
+    [
+        ("step", "with a limit of 300 MiB for the Slurm step"),
+        ("job", "with a limit of 300 MiB for the Slurm job"),
+        ("container", "with a limit of 300 MiB for the container"),
+        ("group", "with a limit of 300 MiB for the control group"),
+        ("machine", "since all 300 MiB of the machine were in use"),
+    ],
+)
+def test_rank_killed_for_memory_names_the_limit_and_no_node(scope: MemoryScope, reason: str) -> None:
+    exits, outcomes, kills = {1: -9, 0: 1}, {0: peer_lost(0)}, {0: memory_kill(scope), 1: memory_kill(scope)}
+    found = first_failure(exits, outcomes, lambda rank: 31, lambda rank: "n1", memory_kills=kills)
     assert found is not None
-    sentence = (
-        "rank 1 on n1 was killed by the kernel: out of memory, with a limit of 300 MiB, last heartbeat at step 31"
-    )
+    assert killed_beside(exits, kills, lambda rank: "n1", in_job=True) == "", "the killed process is the rank"
+    sentence = f"rank 1 on n1 was killed by the kernel: out of memory, {reason}, last heartbeat at step 31"
     assert (found.kind, found.sentence()) == ("out_of_memory", sentence)
     assert suspect([found, found]) is None
     killed = first_failure(exits, outcomes, lambda rank: 31, lambda rank: "n1")
     assert suspect([killed, killed]) == "n1", "the control, without a limit"
+
+
+def test_processes_killed_for_memory_beside_the_ranks() -> None:
+    limit = "out of memory, with a limit of 300 MiB for the Slurm step"
+
+    def clause(exits: dict[int, int], kills: dict[int, MemoryKill], *, in_job: bool = True) -> str:
+        return killed_beside(exits, kills, lambda rank: f"n{rank // 2}", in_job=in_job)
+
+    assert clause({0: 0}, {}) == ""
+    assert clause({2: 0, 0: 1}, {2: memory_kill()}) == f"the kernel killed a child process of rank 2 on n1: {limit}"
+    several = {1: memory_kill(count=3), 0: memory_kill(count=3)}
+    assert clause({0: 0, 1: 1}, several) == f"the kernel killed 3 child processes of the ranks on n0: {limit}"
+    on_machine = clause({0: 0}, {0: memory_kill("group")}, in_job=False)
+    assert on_machine.startswith("the kernel killed a process beside rank 0 on n0: out of memory"), "perhaps another's"
 
 
 @pytest.mark.parametrize(

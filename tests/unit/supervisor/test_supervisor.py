@@ -6,7 +6,7 @@ import pty
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
 from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError
+from hpcdist.review.explain import explain
 from hpcdist.run.attempt_times import NodeShare, Resources, read_times
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, StopRequest, identity
 from hpcdist.supervisor import supervisor as supervisor_module
-from hpcdist.supervisor.local_launcher import LocalLauncher
+from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
+from hpcdist.supervisor.parents import ParentRanks
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
 
@@ -44,6 +46,54 @@ def alive(scene: Scene) -> Iterator[NamedPipe]:
 
 
 # --- failures
+
+
+CHILD_OF_RANKS = "the kernel killed a child process of the ranks on fakehost: out of memory, with a limit of 8 MiB for"
+
+
+def kill_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the parents report that the kernel has killed a child process of each rank."""
+    kill = {"count": 1, "scope": "step", "limit_bytes": 2**23}
+    note = ParentRanks._note
+
+    def note_with_kill(ranks: ParentRanks, report: Mapping[str, Any]) -> None:
+        if "code" in report:
+            report = {**report, "memory_kill": kill}
+        note(ranks, report)
+
+    monkeypatch.setattr(ParentRanks, "_note", note_with_kill)
+    monkeypatch.setattr(LocalRanks, "host_of", lambda ranks, rank: "fakehost")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps", "job", "status", "reason"),
+    [
+        ({}, 9, ScriptedJob(), "finished", f"all epochs are done; but {CHILD_OF_RANKS} the Slurm step"),
+        ({"script": ["train.py"]}, 9, ScriptedJob(), "failed",
+         f"rank 0 on fakehost ended with exit status 0, but {CHILD_OF_RANKS} the Slurm step"),
+        # A script that reports its steps, and has done all of them.
+        ({"script": ["train.py"]}, 100, ScriptedJob(), "finished", f"all epochs are done; but {CHILD_OF_RANKS}"),
+        # Outside a job, the control group may contain other programs.
+        ({"script": ["train.py"]}, 9, None, "finished", "all epochs are done; but the kernel killed a process beside"),
+    ],
+    ids=["trainer", "script", "complete script", "on this machine"],
+)  # fmt: skip
+def test_child_killed_for_memory_is_never_left_out(
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: dict[str, Any],
+    steps: int,
+    job: ScriptedJob | None,
+    status: str,
+    reason: str,
+) -> None:
+    kill_child(monkeypatch)
+    scene.trainer = trainer
+    scene.script(first=[[["beat", steps], *DONE[1:]], EXIT_0])
+    state = scene.supervise(scene.supervisor(job))
+    assert (state.status, state.restarts) == (status, 0)
+    assert state.reason.startswith(reason)
+    assert explain(scene.run).cause == "the processes of the Slurm step on a node needed more memory than it has there"
 
 
 def test_attempt_after_a_failed_rank_finishes(scene: Scene, alive: NamedPipe) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import TrainerConfig
+from hpcdist.host.cgroups import MemoryKill
 from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import CHECKS_PER_S, Attempt, StopRequest
 from hpcdist.supervisor import progress as progress_module
@@ -33,7 +34,7 @@ class SteppedRanks:
         self.attempt = attempt
         self.num_ranks = num_ranks
         self.exits: dict[int, int] = {}
-        self.memory_limits: dict[int, int] = {}
+        self.memory_kills: dict[int, MemoryKill] = {}
         self.time = 0.0
         self.num_polls = 0
         self.silent: dict[int, float] = {}  #: by rank, the time of its last heartbeat
