@@ -208,9 +208,9 @@ def _run_in_container(
         command.append("--resume" if resume else "--new")
     if not spec.gpus and config.launch.device != "cpu":
         say("no GPU is visible: training on CPUs")
-    say(shlex.join(map(redacted_argument, command)))
     for line in spec.notes:
         say(f"note: {line}")
+    say(shlex.join(map(redacted_argument, command)))
     if dry_run:
         return 0
     claim(Path(config.runs_dir).expanduser().absolute())
