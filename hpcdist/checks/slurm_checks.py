@@ -70,7 +70,7 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
         text = f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail"
         fix = "put the folder of Slurm's commands on PATH, or install the package slurm-client"
         checks.append(failure("commands", text, fix))
-    if "Could not establish a configuration source" in found.away:  # there is no slurm.conf
+    if slurm_client.NO_CONFIG in found.away:
         text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
         fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
         checks.append(warning("controller", text, f"{fix} its own)"))

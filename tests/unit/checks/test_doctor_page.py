@@ -128,12 +128,20 @@ def test_missing_slurm_is_a_note_but_a_dead_controller_a_failure() -> None:
     (unreachable,) = client_checks(SlurmFacts(away="scontrol gave no answer in 10 s"), "ada")
     text = "scontrol gave no answer in 10 s: `hpcdist submit` would fail"
     assert (unreachable.level, unreachable.text) == ("failure", text)
-    away = "scontrol: fatal: Could not establish a configuration source"
-    (unconfigured,) = client_checks(SlurmFacts(away=away), "ada")
-    assert (unconfigured.level, "SLURM_CONF" in unconfigured.fix) == ("warning", True)
     (incomplete,) = client_checks(SlurmFacts(missing=("sbatch", "scontrol")), "ada")
     assert incomplete.level == "failure"
     assert incomplete.text.startswith("sbatch, scontrol not found, other Slurm commands are")
+
+
+@pytest.mark.processes
+def test_slurm_without_configuration_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    error = "scontrol: fatal: Could not establish a configuration source"
+    for name in NEEDED:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{error}' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    (unconfigured,) = client_checks(read_slurm(), "ada")
+    assert (unconfigured.level, "SLURM_CONF" in unconfigured.fix) == ("warning", True)
 
 
 def test_accounting_problems_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
