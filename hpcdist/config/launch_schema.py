@@ -40,6 +40,8 @@ class LaunchConfig(ConfigSection):
     """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
     max_restarts: int = number(3, least=0)
     """Maximum number of restarts after failures; after an exception of the code only if something was saved."""
+    fit_batch: bool = False
+    """Halve the micro-batches of an elastic run after CUDA out of memory, and restart; the global batch stays."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
 

@@ -239,6 +239,11 @@ def _elastic_problems(config: Config) -> list[str]:
         if elastic.exact or elastic.micro_batches is not None:
             key = "exact" if elastic.exact else "micro_batches"
             problems.append(f"elastic.{key} needs data.global_batch_size: set it, such as data.global_batch_size=256")
+        if config.launch.fit_batch:
+            problems.append(
+                "launch.fit_batch=true needs an elastic run, whose batch does not depend on the micro-batches: set"
+                " data.global_batch_size, such as data.global_batch_size=256, or launch.fit_batch=false"
+            )
         return problems
     if config.trainer.script:
         problems.append("data.global_batch_size is not for scripts, which divide their batches themselves: remove it")

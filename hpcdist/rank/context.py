@@ -38,6 +38,7 @@ from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
+from hpcdist.run.fitted_batch import read_fitted
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.reached_steps import reached_before
 from hpcdist.run.training_record import TrainingNotes
@@ -134,7 +135,7 @@ class Context:
         self.end_reason = ""
         timeout = timedelta(seconds=config.launch.hang_s + COLLECTIVE_MARGIN_S)
         self.groups = TimedGroups(groups.control, groups.store, self.timer.waiting, timeout)
-        self.elastic = Elastic(config, topology.rank, topology.world_size)
+        self.elastic = Elastic(config, topology.rank, topology.world_size, read_fitted(run))
         self._records = records
         records.on_metrics = heartbeat.note_logged
         self._heartbeat = heartbeat

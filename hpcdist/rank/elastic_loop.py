@@ -15,17 +15,28 @@ from hpcdist.rank.micro_batches import Division, MicroBatch, MicroBatchLoader, S
 class Elastic:
     """Divides global batches among the ranks. `Context` creates it.
 
+    Args:
+        fitted: the number of micro-batches that `launch.fit_batch` has found, if any.
+
     Attributes:
         is_on: whether the run has `data.global_batch_size`; without it the methods raise ConfigError.
     """
 
-    def __init__(self, config: Config, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, fitted: int | None = None) -> None:
         self.is_on = config.data.global_batch_size is not None
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        self._fitted = fitted
         self._divisions: dict[int, Division] = {}
         self._saved: SavedDivision | None = None  #: which a checkpoint holds, once known
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """The number of micro-batches; None before the first `division`, and if the run is not elastic."""
+        for division in self._divisions.values():
+            return division.num_micro_batches
+        return None
 
     def restore(self, saved: SavedDivision | None) -> None:
         """Take the number of micro-batches of a checkpoint."""
@@ -53,10 +64,10 @@ class Elastic:
             sizes.update(saved.num_samples)
             # Only the first training set is compared: a trainer may divide further ones later.
             if not self._divisions:
-                problems = saved.problems(self._config, num_samples)
+                problems = saved.problems(self._config, num_samples, self._fitted)
                 if problems:
                     raise ConfigError(*problems)
-        division = divide(self._config, num_samples, self._rank, self._world_size, saved)
+        division = divide(self._config, num_samples, self._rank, self._world_size, saved, self._fitted)
         self._saved = SavedDivision(
             num_micro_batches=division.num_micro_batches,
             global_batch_size=division.global_batch_size,

@@ -123,10 +123,17 @@ class SavedDivision:
             return None
         return cls(**{field.name: state[field.name] for field in fields(cls)})
 
-    def problems(self, config: Config, num_samples: int) -> list[str]:
-        """Return the differences of a config and a training set from this division."""
+    def problems(self, config: Config, num_samples: int, fitted: int | None = None) -> list[str]:
+        """Return the differences of a config and a training set from this division.
+
+        Args:
+            fitted: the number of micro-batches that `launch.fit_batch` has found. Halves of the same micro-batches
+                contain the same samples in the same order.
+        """
         problems = []
         micro_batches = config.elastic.micro_batches or self.num_micro_batches
+        if fitted is not None and fitted % self.num_micro_batches == 0:
+            micro_batches = self.num_micro_batches
         for key, value, saved in (
             ("data.global_batch_size", config.data.global_batch_size, self.global_batch_size),
             ("elastic.micro_batches", micro_batches, self.num_micro_batches),
@@ -145,12 +152,18 @@ class SavedDivision:
 
 
 def divide(
-    config: Config, num_samples: int, rank: int, world_size: int, saved: SavedDivision | None = None
+    config: Config,
+    num_samples: int,
+    rank: int,
+    world_size: int,
+    saved: SavedDivision | None = None,
+    fitted: int | None = None,
 ) -> Division:
     """Return the division of a training set.
 
     The number of micro-batches is that of the config, else that of `saved`, else the largest number of ranks that the
-    config allows. Raises ConfigError if the global batch cannot be divided so.
+    config allows; `fitted`, which `launch.fit_batch` has found, if that is larger. Raises ConfigError if the global
+    batch cannot be divided so.
     """
     batch_size = config.data.global_batch_size
     if batch_size is None:
@@ -161,6 +174,8 @@ def divide(
         number = saved.num_micro_batches
     else:
         number = max(world_size, largest_world_size(config))
+    if fitted is not None:
+        number = max(number, fitted)
     problems = division_problems(batch_size, number)
     if world_size > number:
         problems.append(

@@ -232,6 +232,7 @@ def _run_trainer(
             records=records,
             heartbeat=heartbeat,
         )
+        outcome.num_micro_batches = lambda: ctx.elastic.num_micro_batches
         script_api.enter(ctx)
         with exit_as_return(config.trainer.target):
             train(ctx, config, *params)
@@ -447,6 +448,8 @@ _PEER_LOST = (
     "NCCL",
     "tensorpipe",
 )
+#: torch.OutOfMemoryError, of any device; the module torch need not be imported here.
+_OUT_OF_MEMORY = "OutOfMemoryError"
 #: Maximum number of characters of the error and of the traceback; the log has the whole text.
 _MAX_TEXT = 10_000
 #: Disk space that an outcome occupies at most, in bytes, except for long errors.
@@ -466,6 +469,8 @@ class Outcome:
         self._reserve = attempt.path / f".rank-{rank:05d}.reserve"
         #: Returns the number of steps done, if known.
         self.step: Callable[[], int | None] = lambda: None
+        #: Returns the number of micro-batches of an elastic run, if known.
+        self.num_micro_batches: Callable[[], int | None] = lambda: None
         with suppress(OSError):  # the disk is already full: try to write the outcome without a reserve
             self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
@@ -510,6 +515,8 @@ class Outcome:
         details: dict[str, Any] = {"error": _shorten(text), "peer_lost": is_peer_lost, "traceback": []}
         if trace:
             details["traceback"] = [_shorten(trace)]
+        if type(error).__name__ == _OUT_OF_MEMORY:
+            details["num_micro_batches"] = self.num_micro_batches()
         if isinstance(error, UserMistake | SyntaxError):
             self.write("rejected", **details)
             return UserMistake.exit_code

@@ -93,7 +93,8 @@ PATTERNS = (
         "cuda-out-of-memory",
         r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
         "the GPU's memory is full",
-        "reduce data.batch_size, set precision.dtype=bf16, or use GPUs with more memory (cluster.constraint)",
+        "reduce data.batch_size, or set data.global_batch_size and launch.fit_batch=true, which halves its parts until"
+        " they fit; else precision.dtype=bf16, or GPUs with more memory (cluster.constraint)",
     ),
     Pattern(
         "out-of-memory",

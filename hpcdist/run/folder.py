@@ -6,6 +6,7 @@
         identity                                 random bytes, by which a replaced folder is noticed
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
+        fitted_batch.json                        number of micro-batches that launch.fit_batch has found
         origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log  sync.log    output of a supervisor in the background, of the shipper, and of the
                                                  upload after a submission
@@ -383,6 +384,7 @@ class RunDir:
         self.container = path / "container.json"
         self.rank_environment = path / "rank_environment.json"
         self.package = path / "package"
+        self.fitted_batch = path / "fitted_batch.json"
         self.slurm = path / "slurm.json"
         self.mlflow = path / "mlflow.json"
         self.lease = path / "lease"

@@ -21,7 +21,9 @@ _CONTINUED: tuple[StopCause | None, ...] = (None, "growth", "time_limit")
 #: How the ranks of an attempt ended.
 Outcome = Literal["finished", "stopped", "cancelled"] | Failure
 #: What becomes of a run; see `Ending`.
-EndingKind = Literal["finished", "stopped", "failed", "cancelled", "requeue", "requeued", "restart", "move", "grow"]
+EndingKind = Literal[
+    "finished", "stopped", "failed", "cancelled", "requeue", "requeued", "restart", "move", "grow", "refit"
+]
 #: Status of the run after an ending without a restart by this supervisor.
 STATUS_AFTER: dict[EndingKind, Status] = {
     "finished": "finished",
@@ -43,6 +45,7 @@ class Ending:
     restart: the ranks are restarted on the same nodes.
     move: the ranks are restarted on other nodes, which have been chosen.
     grow: the ranks are restarted on more nodes.
+    refit: the ranks are restarted with smaller micro-batches.
     """
 
     kind: EndingKind
@@ -73,6 +76,7 @@ class AttemptFacts:
     check_nodes: Callable[[Failure], NodeFindings]
     nothing_saved: Callable[[], str]  #: why a restart would begin at zero; empty if something is saved
     may_be_node: Callable[[], bool]  #: whether the node of the failure may be its cause, and a restart costs little
+    refit: Callable[[Failure], str]  #: chooses smaller micro-batches; which ones, or "" if that is not the remedy
     full_disk: str  #: path of the run folder, if its disk has no space for a restart
     job_restarts: int | None  #: how often Slurm has restarted the job; None without a job
     is_requeued: Callable[[], bool]  #: whether Slurm has requeued the job since this start of it
@@ -117,6 +121,10 @@ def decide(facts: AttemptFacts) -> Ending:
     # After `child_killed`, the ranks have done all that they do: with the same memory, another start would do the same.
     if outcome.kind in ("unfit", "child_killed"):
         return Ending(kind="failed", reason=reason)
+    if not facts.full_disk:
+        refit = facts.refit(outcome)
+        if refit:
+            return Ending(kind="refit", reason=f"{reason}; {refit}")
     if facts.earlier_failures and outcome.same_as(facts.earlier_failures[-1]):
         return Ending(kind="failed", reason=f"{reason}, twice in a row: another restart would not help")
     if len(facts.earlier_failures) >= facts.max_restarts:

@@ -36,6 +36,7 @@ class Failure:
     role: str = ""  #: `role:index` of the rank, in runs with roles
     only_there: bool = True  #: no rank on another host reported its own failure
     detail: str = ""  #: further findings, which do not count when failures are compared
+    num_micro_batches: int | None = None  #: of an elastic run in which a GPU's memory was exhausted
     memory: str = ""  #: which processes beside the ranks the kernel has killed for lack of memory, and why
     is_fault: bool = False  #: whether an exception comes from a node, device or connection
 
@@ -174,6 +175,7 @@ def _reported_failure(rank: int, outcome: Mapping[str, Any]) -> Failure:
         error=error,
         traceback=tuple(outcome["traceback"]),
         is_fault=bool(outcome["peer_lost"]) or _is_known_fault(error),
+        num_micro_batches=outcome.get("num_micro_batches"),
     )
 
 

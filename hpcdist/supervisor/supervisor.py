@@ -21,6 +21,7 @@ from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import attempt_times
 from hpcdist.run.attempt_times import AttemptTimes, read_times, write_times
+from hpcdist.run.fitted_batch import fit
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.run.reached_steps import reached_step
 from hpcdist.run.resume_text import how_stopped, nothing_saved, resume_point
@@ -91,7 +92,7 @@ class Supervisor:
             self._nodes = self.job.nodes
         #: Failures after which the ranks were restarted on the same nodes.
         self._failures: list[Failure] = []
-        #: Number of restarts on other or more nodes, which `launch.max_restarts` does not limit.
+        #: Number of restarts that `launch.max_restarts` does not limit: other or more nodes, smaller micro-batches.
         self._moves = 0
         self._state = State(status="created")
         self._attempt: Attempt | None = None
@@ -207,7 +208,7 @@ class Supervisor:
                 assert isinstance(outcome, Failure)
                 self._failures.append(outcome)
                 self.report.note(f"restart {len(self._failures)} of {self.config.launch.max_restarts}")
-            elif ending.kind == "move":
+            elif ending.kind in ("move", "refit"):
                 self._moves += 1
                 self.report.note(f"restart: {ending.reason}")
             elif ending.kind == "grow":
@@ -379,6 +380,7 @@ class Supervisor:
             check_nodes=lambda failure: self._check_nodes(attempt, failure),
             nothing_saved=lambda: nothing_saved(self.folder, self.config.trainer.script),
             may_be_node=lambda: self._may_be_node(outcome),
+            refit=lambda failure: self._refit(attempt, failure),
             full_disk=full_disk,
             job_restarts=self.job.restart_count if self.job is not None else None,
             is_requeued=lambda: self.job is not None and self.job.is_requeued(),
@@ -449,6 +451,25 @@ class Supervisor:
             if moved:
                 return NodeFindings(moved=moved)
         return NodeFindings(broken=self.launcher.broken())
+
+    def _refit(self, attempt: Attempt, failure: Failure) -> str:
+        """Halve the micro-batches if a GPU's memory was exhausted and `launch.fit_batch` is set.
+
+        Returns the new number, as the end of a sentence, and "" if the number stays the same.
+        """
+        number = failure.num_micro_batches
+        batch_size = self.config.data.global_batch_size
+        if not self.config.launch.fit_batch or number is None or batch_size is None:
+            return ""
+        fitted = fit(self.folder, attempt.number, batch_size, number)
+        if fitted is None:
+            self.report.note(
+                f"launch.fit_batch: the micro-batches of {batch_size // number} samples cannot be halved any more"
+            )
+            return ""
+        return (
+            f"launch.fit_batch: {fitted} micro-batches of {batch_size // fitted} samples from now on, before {number}"
+        )
 
     def _end_run(self, attempt: Attempt, outcome: Outcome, ending: Ending) -> State:
         """End the run, or requeue the job in which it continues. Returns the state to be written."""

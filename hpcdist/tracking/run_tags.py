@@ -11,6 +11,7 @@ from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.host.json_files import read_json
 from hpcdist.run.config_origin import PLAIN_SCRIPT, is_generated, overrides, read_origin
+from hpcdist.run.fitted_batch import read_fitted
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.initial_weights import read_origin_of_weights
 from hpcdist.run.job_record import job_starts
@@ -124,6 +125,9 @@ def state_tags(run: RunDir, state: State) -> dict[str, str]:
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
+    fitted = read_fitted(run)
+    if fitted is not None:
+        tags["hpcdist.fitted_micro_batches"] = str(fitted)
     devices, cpu = devices_of(run)
     if devices:
         tags["hpcdist.devices"] = devices

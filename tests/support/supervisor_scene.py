@@ -34,7 +34,7 @@ import hpcdist.supervisor.watch as watch_module
 from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig
 from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.training_schema import TrainerConfig
+from hpcdist.config.training_schema import DataConfig, TrainerConfig
 from hpcdist.host import retry
 from hpcdist.run import lease
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
@@ -131,6 +131,7 @@ class Scene:
         self.notify: dict[str, Any] = {}
         self.tracking: dict[str, Any] = {}
         self.trainer: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
         self.tracking_uri = "sqlite:////nowhere/mlflow.db"
         #: Command that replaces the shipper.
@@ -149,6 +150,7 @@ class Scene:
     def supervisor(self, job: ScriptedJob | None = None, check_lease: Callable[[], None] = lambda: None) -> Supervisor:
         config = Config(
             trainer=TrainerConfig(**self.trainer),
+            data=DataConfig(**self.data),
             roles=self.roles,
             launch=LaunchConfig(**self.launch),
             notify=NotifyConfig(**self.notify),

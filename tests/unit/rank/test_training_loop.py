@@ -229,6 +229,21 @@ def test_number_of_micro_batches() -> None:
     assert divide(config(micro_batches=12), 100, 0, 2, saved).num_micro_batches == 12
 
 
+def test_fitted_micro_batches_are_halves_of_the_saved_ones() -> None:
+    saved = SavedDivision(num_micro_batches=4, global_batch_size=24, num_samples=(100,))
+    for number in (None, 4):
+        assert saved.problems(config(micro_batches=number), 100, 8) == []
+        assert divide(config(micro_batches=number), 100, 0, 2, saved, 8).num_micro_batches == 8
+    (problem,) = saved.problems(config(micro_batches=8), 100)
+    assert problem.startswith("elastic.micro_batches=8, but the checkpoint was saved with 4"), "without a decision"
+    whole, halves = divide(config(), 100, 0, 1, saved), divide(config(), 100, 0, 1, saved, 8)
+    assert halves.steps_per_epoch == whole.steps_per_epoch
+    for step in range(whole.steps_per_epoch):
+        before = torch.cat([whole.samples(whole.order(0), step, number) for number in whole.share(step)])
+        after = torch.cat([halves.samples(halves.order(0), step, number) for number in halves.share(step)])
+        assert torch.equal(before, after)
+
+
 def test_impossible_divisions() -> None:
     with pytest.raises(ConfigError, match=r"data\.global_batch_size is not set: micro-batches need it"):
         divide(Config(), 100, 0, 2)

@@ -53,6 +53,7 @@ def facts(
     nothing_saved: str | None = None,
     may_be_node: bool | None = None,
     full_disk: str = "",
+    refit: str = "",
 ) -> AttemptFacts:
     """Return facts; an answer that the test does not give must not be asked for."""
     return AttemptFacts(
@@ -65,6 +66,7 @@ def facts(
         check_nodes=is_not_asked if nodes is None else lambda _: nodes,
         nothing_saved=is_not_asked if nothing_saved is None else lambda: nothing_saved,
         may_be_node=is_not_asked if may_be_node is None else lambda: may_be_node,
+        refit=lambda _: refit,
         full_disk=full_disk,
         job_restarts=job,
         is_requeued=is_not_asked if requeued is None else lambda: requeued,
@@ -138,6 +140,10 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
         (facts(UNFIT, nodes=FIT, job=FIRST), "failed", UNFIT.error),
         (facts(UNFIT, nodes=NodeFindings(broken="n3 avoided from now on"), job=FIRST), "requeue",
          f"{UNFIT.error}; n3 avoided from now on"),
+        # A lack of GPU memory, which no number of restarts with the same micro-batches mends.
+        (facts(failure(), nodes=FIT, earlier=(failure(),), max_restarts=0, refit="8 micro-batches"), "refit",
+         f"{FAILED}; 8 micro-batches"),
+        (facts(failure(), "user", refit="8 micro-batches"), "failed", FAILED + ASKED),
         # A child process that the kernel has killed, while the ranks succeeded.
         (facts(LOST_CHILD, nodes=FIT, job=FIRST), "failed", LOST_CHILD.sentence()),
         # Lost or broken nodes.

@@ -18,12 +18,14 @@ from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe,
 from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError
 from hpcdist.review.explain import explain
 from hpcdist.run.attempt_times import NodeShare, Resources, read_times
+from hpcdist.run.fitted_batch import read_fitted
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, StopRequest, identity
 from hpcdist.supervisor import supervisor as supervisor_module
 from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
 from hpcdist.supervisor.parents import ParentRanks
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
+from hpcdist.tracking.run_tags import state_tags
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -46,6 +48,38 @@ def alive(scene: Scene) -> Iterator[NamedPipe]:
 
 
 # --- failures
+
+
+GPU_FULL = "torch.OutOfMemoryError: CUDA out of memory"
+
+
+def test_micro_batches_are_halved_until_a_step_fits(scene: Scene) -> None:
+    scene.launch = {"fit_batch": True, "max_restarts": 0}
+    scene.data = {"global_batch_size": 24}
+    scene.script(
+        first=[fails(GPU_FULL, num_micro_batches=2), EXIT_0],
+        second=[EXIT_0, fails(GPU_FULL, num_micro_batches=4)],
+        third=[DONE, EXIT_0],
+    )
+    state = scene.supervise()
+    assert (state.status, state.attempt, state.restarts) == ("finished", 3, 2)
+    assert read_fitted(scene.run) == 8
+    assert state_tags(scene.run, state)["hpcdist.fitted_micro_batches"] == "8", "in MLflow"
+    (first, second) = [note for note in scene.report.notes if note.startswith("restart")]
+    assert first.endswith("; launch.fit_batch: 4 micro-batches of 6 samples from now on, before 2")
+    assert second.endswith("; launch.fit_batch: 8 micro-batches of 3 samples from now on, before 4")
+    scene.run.fitted_batch.write_text('{"format": 1, "num_micro_batches": 0, "attempt": 1}')
+    with pytest.raises(RunFolderError, match=r"fitted_batch\.json is damaged: 0 micro-batches; remove it"):
+        read_fitted(scene.run)
+
+
+def test_smallest_micro_batches_are_not_halved(scene: Scene) -> None:
+    scene.launch = {"fit_batch": True, "max_restarts": 0}
+    scene.data = {"global_batch_size": 24}
+    scene.script(first=[fails(GPU_FULL, num_micro_batches=8), EXIT_0])
+    assert scene.supervise().status == "failed"
+    assert "launch.fit_batch: the micro-batches of 3 samples cannot be halved any more" in scene.report.notes
+    assert read_fitted(scene.run) is None
 
 
 CHILD_OF_RANKS = "the kernel killed a child process of the ranks on fakehost: out of memory, with a limit of 8 MiB for"
