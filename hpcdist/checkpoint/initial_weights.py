@@ -22,7 +22,7 @@ from hpcdist.errors import CheckpointError, ConfigError, TrainerError, few, plur
 from hpcdist.host.image_identity import install_command
 from hpcdist.run.checkpoint_files import MODEL_FILE, PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.initial_weights import KEY, WEIGHTS_NAME, WeightOrigin, read_origin_of_weights
+from hpcdist.run.weight_files import KEY, WEIGHTS_NAME, WeightOrigin, read_origin_of_weights
 
 log = logging.getLogger(__name__)
 

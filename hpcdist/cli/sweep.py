@@ -22,10 +22,10 @@ from hpcdist.run.config_change import change_config
 from hpcdist.run.config_origin import Origin, load_origin
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State, StopRequest
-from hpcdist.run.initial_weights import WeightSource
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job, query_jobs, status_of
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
+from hpcdist.run.weight_files import WeightSource
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.tracking.weight_source import find_weights
 

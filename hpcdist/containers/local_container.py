@@ -12,7 +12,7 @@ from hpcdist.config.document import parse_value
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.containers.engine import EngineName
-from hpcdist.containers.inherited import inherited
+from hpcdist.containers.inherited import Inherited, inherited
 from hpcdist.containers.mounts import Mount
 from hpcdist.containers.runtimes import NO_USER_PACKAGES
 from hpcdist.errors import UserMistake
@@ -121,10 +121,6 @@ def local_container(
     # Paths are the same inside and outside, because MLflow's database and the run folder store them.
     mounts = [Mount(source=str(folder), target=str(folder)) for folder in dict.fromkeys(folders)]
     of_user = inherited(env, (), mounts)
-    withheld = {*SET_HERE}
-    for names in of_user.left_out.values():
-        withheld.update(names)
-    passed = {name for name in env if name.startswith(PASSED_PREFIXES)} | {*of_user.names}
     # Ranks save a checkpoint in the first time, and the supervisor delivers the rest to MLflow in the second one.
     stop_timeout_s = config.launch.stop_grace_s + config.tracking.drain_timeout_s
     return LocalContainer(
@@ -138,7 +134,7 @@ def local_container(
         host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
         mounts=(*mounts, *of_user.mounts),
         workdir=cwd if own_code else None,
-        env=tuple(sorted(passed - withheld)),
+        env=_passed_names(env, of_user),
         env_values={
             **NO_USER_PACKAGES,
             "USER": user,
@@ -151,6 +147,19 @@ def local_container(
         stop_timeout_s=math.ceil(stop_timeout_s),
         notes=tuple(of_user.notes),
     )
+
+
+def _passed_names(env: Mapping[str, str], of_user: Inherited) -> tuple[str, ...]:
+    """Return the names of the variables that the container gets from the environment.
+
+    Args:
+        of_user: those for libraries, such as caches and proxies.
+    """
+    withheld = {*SET_HERE}
+    for names in of_user.left_out.values():
+        withheld.update(names)
+    passed = {name for name in env if name.startswith(PASSED_PREFIXES)} | {*of_user.names}
+    return tuple(sorted(passed - withheld))
 
 
 def _ulimits(engine: EngineName, *, has_rdma: bool, rootless_daemon: bool) -> tuple[str, ...]:

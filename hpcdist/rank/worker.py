@@ -217,9 +217,7 @@ def _run_trainer(
         monitored_node(config, run, topology, records.journal),
     ):
         names = _exchange_devices(device, topology, groups)
-        requests = None
-        if topology.rank == 0:
-            requests = RequestReader(attempt)
+        requests = RequestReader(attempt) if topology.rank == 0 else None
         ctx = Context(
             config=config,
             run=run,

@@ -22,8 +22,8 @@ from hpcdist.host.json_files import read_json
 from hpcdist.run import kept_secrets, snapshot
 from hpcdist.run.config_origin import Origin, write_origin
 from hpcdist.run.folder import RunDir
-from hpcdist.run.initial_weights import WeightSource
 from hpcdist.run.trainer_source import defined_names, module_specs, parse_module
+from hpcdist.run.weight_files import WeightSource
 
 
 def with_name(config: Config) -> Config:

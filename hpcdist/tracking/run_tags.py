@@ -13,11 +13,11 @@ from hpcdist.host.json_files import read_json
 from hpcdist.run.config_origin import PLAIN_SCRIPT, is_generated, overrides, read_origin
 from hpcdist.run.fitted_batch import read_fitted
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.initial_weights import read_origin_of_weights
 from hpcdist.run.job_record import job_starts
 from hpcdist.run.run_parameters import parameters, script_arguments
 from hpcdist.run.sweeps import affects_results, label
 from hpcdist.run.training_record import devices_of
+from hpcdist.run.weight_files import read_origin_of_weights
 
 MAX_RUN_NAME = 250
 #: Overrides in the name of a run.

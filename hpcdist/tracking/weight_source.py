@@ -1,7 +1,7 @@
 """Find the weights that `model.init_from` names: a file, a checkpoint, a run, or a model in MLflow.
 
 This happens once, before the run exists, so that a mistake is an error of the command. Ranks read the copy in the run's
-folder (`run/initial_weights.py`). No torch is needed: a login node may have none.
+folder (`run/weight_files.py`). No torch is needed: a login node may have none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hpcdist.host.json_files import read_json
 from hpcdist.review.facts import CheckpointFacts, best_checkpoint, read_checkpoints
 from hpcdist.run.checkpoint_files import MANIFEST_FILE, PROGRAM_FILE, script_files
 from hpcdist.run.folder import RunDir
-from hpcdist.run.initial_weights import (
+from hpcdist.run.lookup import resolve_run
+from hpcdist.run.weight_files import (
     KEY,
     WEIGHT_FILES_OF_CHECKPOINT,
     LocalWeights,
@@ -28,7 +29,6 @@ from hpcdist.run.initial_weights import (
     WeightSource,
     weight_file,
 )
-from hpcdist.run.lookup import resolve_run
 from hpcdist.tracking.uri import resolve_uri
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from hpcdist.data.datasets import build_model
 from hpcdist.errors import TrainerError
 from hpcdist.rank.context import Context, close
 from hpcdist.run.folder import RunDir
-from hpcdist.run.initial_weights import weight_file
+from hpcdist.run.weight_files import weight_file
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.train import ClickModel
 from hpcdist.trainers.rl import RlConfig

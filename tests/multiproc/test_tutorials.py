@@ -13,7 +13,7 @@ from tutorials import FOLDER, TUTORIALS, Tutorial
 
 from hpcdist.checkpoint.initial_weights import fitted, read_weights, wanted_shapes
 from hpcdist.data.datasets import build_model
-from hpcdist.run.initial_weights import weight_file
+from hpcdist.run.weight_files import weight_file
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.name)

@@ -15,7 +15,7 @@ from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.initial_weights import LocalWeights, WeightOrigin, weight_file
+from hpcdist.run.weight_files import LocalWeights, WeightOrigin, weight_file
 from hpcdist.tracking.weight_source import checkpoint_weights
 
 ORIGIN = WeightOrigin(source="old.pth", found="file old.pth")

@@ -17,7 +17,7 @@ from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import ConfigError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.initial_weights import WeightOrigin, WeightSource, read_origin_of_weights
+from hpcdist.run.weight_files import WeightOrigin, WeightSource, read_origin_of_weights
 from hpcdist.tracking.run_tags import fixed_tags, read_config
 from hpcdist.tracking.weight_source import find_weights
 
