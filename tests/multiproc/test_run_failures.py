@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HOLD_OVERRIDES, LAST_STEP, TRAINING, Runs, finish, unused_port, wait_for
+import torch
+from hpcdist_runs import HOLD_OVERRIDES, LAST_STEP, TRAINING, Runs, assert_states_equal, finish, unused_port, wait_for
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.host.json_files import read_json
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import read_ledger
+from hpcdist.run.fitted_batch import read_fitted
 from hpcdist.run.training_record import read_training
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
@@ -306,3 +308,26 @@ def test_loss_that_stays_nan_is_reported_and_may_end_the_run(runs: Runs) -> None
     )
     state = runs.run_dir("nan-ended").read_state()
     assert (state.status, state.attempt, state.restarts) == ("failed", 1, 0)
+
+
+FITTING = ["trainer=fitting:train", "data.global_batch_size=32", "elastic.exact=true", "checkpoint.every_steps=3"]
+
+
+@pytest.mark.slow
+def test_smaller_micro_batches_do_not_change_the_result(runs: Runs) -> None:
+    """The lack of GPU memory is simulated by an exception."""
+    fits = ["launch.fit_batch=true", "launch.max_restarts=0", "elastic.micro_batches=2", "params.fits=4"]
+    for name, *overrides in (
+        ("early", *fits, "params.after=0"),
+        ("late", *fits, "params.after=5"),
+        ("fine", "elastic.micro_batches=8", "params.fits=4", "params.after=0"),
+    ):
+        code, output = runs.command("run", *runs.config(name, *FITTING, *overrides), **runs.unshipped)
+        assert code == 0, output
+    assert read_fitted(runs.run_dir("early")) == read_fitted(runs.run_dir("late")) == 8
+    weights = {name: runs.final_state(name)["model.pt"] for name in ("early", "late", "fine")}
+    assert_states_equal(weights["early"], weights["fine"])
+    for key, weight in weights["late"].items():
+        # The first steps had larger micro-batches, whose sums round otherwise.
+        torch.testing.assert_close(weight, weights["fine"][key])
+    assert "resumed at step 3 from" in runs.attempt("late", 3).log(0).read_text()

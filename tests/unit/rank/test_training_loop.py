@@ -234,6 +234,8 @@ def test_fitted_micro_batches_are_halves_of_the_saved_ones() -> None:
     for number in (None, 4):
         assert saved.problems(config(micro_batches=number), 100, 8) == []
         assert divide(config(micro_batches=number), 100, 0, 2, saved, 8).num_micro_batches == 8
+    saved_later = SavedDivision(num_micro_batches=8, global_batch_size=24, num_samples=(100,))
+    assert saved_later.problems(config(micro_batches=4), 100, 8) == [], "a checkpoint after the decision"
     (problem,) = saved.problems(config(micro_batches=8), 100)
     assert problem.startswith("elastic.micro_batches=8, but the checkpoint was saved with 4"), "without a decision"
     whole, halves = divide(config(), 100, 0, 1, saved), divide(config(), 100, 0, 1, saved, 8)
