@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from harness import BASELINES, HPCDIST, MALLOC_ENV, argument_parser, clean_env, median_ratio, signal_tree
 
-from hpcdist.trainers.pipeline.stages import ideal_bubble
+from hpcdist.trainers.pipeline.engine import ideal_bubble
 
 BATCH_SIZE = 32
 

@@ -18,21 +18,21 @@ import torch.distributed as dist
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.trainers.pipeline.train import StageSetup, open_stage, step_batches, train_step
+from hpcdist.trainers.pipeline.train import StageSetup, set_up_stage, step_batches, train_step
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    with open_stage(ctx, cfg) as setup:
-        batch = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
-        if not ctx.is_main:
-            while (command := _broadcast(None)) != "":
-                _measure(ctx, cfg, setup, batch, command)
-            return
-        with open(cfg.params["commands"]) as commands, open(cfg.params["answers"], "w", buffering=1) as answers:
-            answers.write("ready\n")
-            for line in commands:
-                answers.write(" ".join(map(str, _measure(ctx, cfg, setup, batch, _broadcast(line.strip())))) + "\n")
-        _broadcast("")
+    setup = set_up_stage(ctx, cfg)
+    batch = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
+    if not ctx.is_main:
+        while (command := _broadcast(None)) != "":
+            _measure(ctx, cfg, setup, batch, command)
+        return
+    with open(cfg.params["commands"]) as commands, open(cfg.params["answers"], "w", buffering=1) as answers:
+        answers.write("ready\n")
+        for line in commands:
+            answers.write(" ".join(map(str, _measure(ctx, cfg, setup, batch, _broadcast(line.strip())))) + "\n")
+    _broadcast("")
 
 
 def _broadcast(command: str | None) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig
 from hpcdist.data.datasets import build_model
-from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import rpc_group
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.pipeline.stages import RpcEngine, Stage, Wire, cut_after, unit_names, use_onednn_for_pointwise
+from hpcdist.trainers.pipeline.engine import StageEngine
+from hpcdist.trainers.pipeline.mesh import StageMesh
+from hpcdist.trainers.pipeline.stages import Stage, activation_shapes, cut_after, unit_names, use_onednn_for_pointwise
+from hpcdist.trainers.pipeline.wire import Wire
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
 CUTS = {2: ["layer2"], 3: ["layer1.0", "layer3"]}
@@ -61,19 +62,25 @@ def trained_whole_model() -> tuple[nn.Module, Tensor]:
     return model, run_whole(model)
 
 
-def run_stages(ctx: Context, engine: RpcEngine) -> tuple[Tensor, list[Tensor]]:
+def step(engine: StageEngine, images: Tensor | None, labels: Tensor | None) -> Tensor:
+    size = SIZE // NUM_MICRO_BATCHES
+    return engine.step(images, labels, num_micro_batches=NUM_MICRO_BATCHES, micro_batch_size=size, batch_size=SIZE)
+
+
+def run_stages(ctx: Context, engine: StageEngine) -> tuple[Tensor, list[Tensor]]:
     """Return the losses of two steps, and the logits of five batches."""
     images, labels = batch()
     is_last = ctx.rank == ctx.world_size - 1
     inputs = images if ctx.rank == 0 else None
-    losses = [engine.step(inputs, labels if is_last else None, NUM_MICRO_BATCHES) for _ in range(2)]
+    losses = [step(engine, inputs, labels if is_last else None) for _ in range(2)]
     engine.stage.eval()
-    logits = [y.clone() for y in engine.infer([inputs] * 5) if y is not None]
+    outputs = engine.infer([inputs] * 5, num_batches=5, batch_size=SIZE)
+    logits = [y.clone() for y in outputs if y is not None]
     engine.stage.train()
     return torch.stack(losses), logits
 
 
-def differences(ctx: Context, engine: RpcEngine, losses: Tensor, logits: list[Tensor]) -> list[str]:
+def differences(ctx: Context, engine: StageEngine, losses: Tensor, logits: list[Tensor]) -> list[str]:
     """Return the names of the values of this stage that differ from the whole model."""
 
     def same(ours: Tensor | None, whole: Tensor | None) -> bool:
@@ -102,56 +109,43 @@ def stage_context(here: Rank, path: Path) -> Iterator[Context]:
         yield ctx
 
 
-def compare_rpc_engine(here: Rank, path: Path) -> list[str]:
-    wire = Wire(torch.device("cpu"))
-    with stage_context(here, path) as ctx, rpc_group(ctx, wire.functions) as wire.rpc:
-        units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
-        stage = Stage(whole_model(), units[ctx.rank])
-        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
+def build_engine(ctx: Context) -> StageEngine:
+    """Return the engine of this rank's stage, connected to its neighbours."""
+    units = cut_after(unit_names(whole_model()), CUTS[ctx.world_size])
+    shapes = activation_shapes(whole_model(), units, 32)
+    mesh = StageMesh(rank=ctx.rank, num_stages=ctx.world_size, num_replicas=1)
+    wire = Wire(mesh, ctx.device, shapes, torch.channels_last, ctx.groups.timeout, ctx.timer.waiting)
+    return StageEngine(Stage(whole_model(), units[ctx.rank]), wire, index=ctx.rank, num_stages=ctx.world_size)
+
+
+def compare_engine(here: Rank, path: Path) -> list[str]:
+    with stage_context(here, path) as ctx:
+        engine = build_engine(ctx)
         names = differences(ctx, engine, *run_stages(ctx, engine))
-        assert engine.idle_s > 0
+        assert engine.waited_s > 0
     return names
 
 
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.faults)])
-def test_rpc_engine_equals_the_whole_model(tmp_path: Path, num_stages: int) -> None:
-    assert spawn_ranks(compare_rpc_engine, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
+def test_stages_equal_the_whole_model(tmp_path: Path, num_stages: int) -> None:
+    assert spawn_ranks(compare_engine, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
 
 
-def two_steps(here: Rank, path: Path, wire: Wire) -> None:
+def step_without_neighbour(here: Rank, path: Path, victim: int) -> str:
+    """Do a step whose neighbour dies before the next one; return the error of that one."""
     images, labels = batch()
     inputs, targets = (images, None) if here.rank == 0 else (None, labels)
-    with stage_context(here, path) as ctx, rpc_group(ctx, wire.functions) as wire.rpc:
-        stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
-        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=2)
-        for _ in range(2):
-            engine.step(inputs, targets, NUM_MICRO_BATCHES)
-
-
-class RefusingWire(Wire):
-    """It takes the tensors of one step, and none of the next one."""
-
-    def put(self, kind: str, number: int, tensor: Tensor) -> None:
-        if number >= NUM_MICRO_BATCHES:
-            raise OSError("no memory is left")
-        super().put(kind, number, tensor)
-
-
-def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
-    """Write the sender's error of the step in which the receiver takes no tensors; return that of the receiver."""
-    with pytest.raises((PeerLost, RemoteError)) as caught:
-        two_steps(here, path, (RefusingWire if here.rank == receiver else Wire)(torch.device("cpu")))
-    if here.rank != receiver:
-        (path / "error").write_text(str(caught.value))
-        os.kill(os.getpid(), signal.SIGKILL)  # as the supervisor does; until then the receiver waits for a tensor
+    with stage_context(here, path) as ctx:
+        engine = build_engine(ctx)
+        step(engine, inputs, targets)
+        if here.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RuntimeError) as caught:
+            step(engine, inputs, targets)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("receiver", [0, 1])
-def test_undelivered_tensor_ends_the_step_of_the_sender(tmp_path: Path, receiver: int) -> None:
-    path, sender = new_run(tmp_path).path, 1 - receiver
-    outcomes = spawn_ranks(step_without_delivery, 2, killed=[sender], path=path, receiver=receiver)
-    error = (path / "error").read_text()
-    assert error.startswith(f"stage:{receiver} (rank {receiver} on ")
-    assert "OSError: no memory is left" in error
-    assert outcomes[receiver].startswith(f"stage:{sender} (rank {sender}) does not answer: ")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_step_ends_when_a_neighbour_dies(tmp_path: Path, victim: int) -> None:
+    errors = spawn_ranks(step_without_neighbour, 2, killed=[victim], path=new_run(tmp_path).path, victim=victim)
+    assert "onnection" in errors[1 - victim], "closed or reset by the peer, not a time limit"

@@ -1,4 +1,4 @@
-"""Stages: consecutive units of a torchvision ResNet, under the parameter names of the whole model, and their engine.
+"""Stages: consecutive units of a torchvision ResNet, under the parameter names of the whole model.
 
 The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`. The model can be split between any two of them.
 """
@@ -6,26 +6,22 @@ The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`. The model 
 import copy
 import functools
 import logging
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 from hpcdist.rank.collective_check import synchronize
 from hpcdist.rank.context import Context, Restored
-from hpcdist.rank.rpc import RpcGroup
 from hpcdist.trainers.pipeline import PipelineConfig
 
 STEM, HEAD = "stem", "head"
+#: Channels of the images: stages are parts of ResNets for colour images.
+RGB_CHANNELS = 3
 LAYERS = ("layer1", "layer2", "layer3", "layer4")
 _PARTS = {STEM: ("conv1", "bn1", "relu", "maxpool"), HEAD: ("avgpool", "fc")}
 
@@ -87,6 +83,18 @@ def use_onednn_for_pointwise(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, nn.Conv2d) and part.kernel_size == (1, 1) and part.stride == (1, 1):
             part.dilation = (2, 2)
+
+
+def activation_shapes(model: nn.Module, stage_units: Sequence[Sequence[str]], image_size: int) -> list[tuple[int, ...]]:
+    """Return the shape [C, H, W] of a sample after each stage but the last. Nothing is computed."""
+    model = copy.deepcopy(model).to("meta").eval()
+    x = torch.empty(1, RGB_CHANNELS, image_size, image_size, device="meta")
+    shapes = []
+    for units in stage_units[:-1]:
+        for unit in units:
+            x = unit_module(model, unit)(x)
+        shapes.append(tuple(x.shape[1:]))
+    return shapes
 
 
 def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str, ...]]:
@@ -195,181 +203,3 @@ def choose_stages(
         parts.append(f"{stage[-1]} {stage_cost_s:.3g} s")
     log.info("split by measured cost of a micro-batch; last unit and cost of each stage: %s", ", ".join(parts))
     return stages
-
-
-# The engine that runs the micro-batches of a step through the stages.
-#
-# It does not use distributed autograd, which runs one backward pass for the whole step, starts it after the last
-# micro-batch's forward pass, and does not control the order of micro-batches. Here each micro-batch is propagated back
-# as soon as its loss is known, in the thread that computes anyway. `benchmarks/pipeline.py` measures the difference.
-
-
-def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[str, int]]:
-    """Return the passes, `forward` or `backward`, with their micro-batches, each backward pass as early as possible.
-
-    Stage k of K then holds the activations of K - k micro-batches.
-
-    Source: Narayanan et al. 2019 (PipeDream, arXiv:1806.03377), with a flush after each step as in Megatron-LM
-    (arXiv:2104.04473): all micro-batches of a step use the same weights.
-    """
-    num_ahead = min(num_stages - stage - 1, num_micro_batches)
-    num_alternating = num_micro_batches - num_ahead
-    passes = [("forward", number) for number in range(num_ahead)]
-    for number in range(num_alternating):
-        passes.append(("forward", num_ahead + number))
-        passes.append(("backward", number))
-    passes += [("backward", number) for number in range(num_alternating, num_micro_batches)]
-    return passes
-
-
-def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
-    """Return the fraction of a step that stages of equal speed are idle."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
-
-
-#: Seconds to wait for a tensor before the sender is called to check that it is alive.
-CHECK_INTERVAL_S = 1.0
-#: Batches by which a stage may be ahead of the next one without gradients; it limits the activations in memory.
-MAX_BATCHES_AHEAD = 2
-
-Kind = Literal["activation", "gradient", "done"]
-
-
-class Wire:
-    """Connection of a stage to its two neighbours. Tensors of a kind are received in the order they are sent.
-
-    It exists before its rank opens the RPC group, since neighbours that have opened theirs send at once.
-    """
-
-    rpc: RpcGroup
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arrival = threading.Condition()
-        #: Received tensors by kind and number, since RPC's threads may deliver them in another order.
-        self._arrived: dict[tuple[str, int], Tensor] = {}
-        self._num_sent: Counter[tuple[int, Kind]] = Counter()
-        self._num_received: Counter[Kind] = Counter()
-        self._pending: deque[Future[None]] = deque()
-        self.waited_s = 0.0
-        #: What the neighbours call.
-        self.functions: dict[str, Callable[..., Any]] = {"put": self.put, "check_alive": lambda: None}
-
-    def put(self, kind: str, number: int, tensor: Tensor) -> None:
-        """Store a received tensor and wake up the thread that waits for it."""
-        with self._arrival:
-            self._arrived[kind, number] = tensor
-            self._arrival.notify()
-
-    def send(self, rank: int, kind: Kind, tensor: Tensor) -> None:
-        """Send a tensor to a neighbour without waiting. The caller must not change it afterwards.
-
-        Raises PeerLost or RemoteError if an earlier tensor could not be delivered.
-        """
-        self._check_deliveries()
-        number = self._num_sent[rank, kind]
-        self._num_sent[rank, kind] += 1
-        self._pending.append(self.rpc.call(rank, "put", kind, number, tensor))
-
-    def receive(self, rank: int, kind: Kind) -> Tensor:
-        """Return the next tensor of a kind; each kind comes from one neighbour.
-
-        Raises PeerLost if the neighbour is gone, and PeerLost or RemoteError if a sent tensor could not be delivered:
-        the neighbour would wait for that tensor, and this rank for the neighbour.
-        """
-        key = kind, self._num_received[kind]
-        self._num_received[kind] += 1
-        began = time.perf_counter()
-        while not self._wait_for(key):
-            self._check_deliveries()
-            self.rpc.call(rank, "check_alive").result()
-        self.waited_s += time.perf_counter() - began
-        return self._arrived.pop(key).to(self._device)
-
-    def _wait_for(self, key: tuple[str, int]) -> bool:
-        with self._arrival:
-            return self._arrival.wait_for(lambda: key in self._arrived, CHECK_INTERVAL_S)
-
-    def _check_deliveries(self) -> None:
-        """Raise the error of the oldest delivery that has failed; a call that is not answered fails after a minute."""
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
-
-
-class RpcEngine:
-    """Runs this rank's stage over `Wire`."""
-
-    def __init__(self, stage: Stage, wire: Wire, *, index: int, num_stages: int) -> None:
-        self.stage = stage
-        self.idle_s = 0.0  #: that the stage has waited for others in `step`
-        self._wire = wire
-        self._index = index
-        self._num_stages = num_stages
-        self._is_last = index == num_stages - 1
-
-    def step(self, images: Tensor | None, labels: Tensor | None, num_micro_batches: int) -> Tensor:
-        """Add the gradients of the batch's mean cross-entropy to the stage's parameters.
-
-        The first stage has the images [B, 3, H, W], the last stage has the labels, int64 [B], and returns the loss; the
-        others return zero. Every stage calls it with the same `num_micro_batches`.
-        """
-        image_parts: tuple[Tensor, ...] = ()
-        if images is not None:
-            image_parts = images.chunk(num_micro_batches)
-        label_parts: tuple[Tensor, ...] = ()
-        batch_size = 0
-        if labels is not None:
-            label_parts = labels.chunk(num_micro_batches)
-            batch_size = len(labels)
-        loss_sum = torch.zeros((), device=next(self.stage.parameters()).device)
-        open_parts: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of micro-batches without a backward pass
-        waited_s = self._wire.waited_s
-        for kind, number in one_f_one_b(self._index, self._num_stages, num_micro_batches):
-            if kind == "forward":
-                if images is None:
-                    x = self._wire.receive(self._index - 1, "activation").requires_grad_()
-                else:
-                    x = image_parts[number]
-                y = self.stage(x)
-                if self._is_last:
-                    y = F.cross_entropy(y, label_parts[number], reduction="sum") / batch_size
-                    loss_sum += y.detach()
-                else:
-                    self._wire.send(self._index + 1, "activation", y.detach())
-                open_parts[number] = (x, y)
-            else:
-                x, y = open_parts.pop(number)
-                y.backward(self._receive_output_gradient())
-                if x.grad is not None:
-                    self._wire.send(self._index - 1, "gradient", x.grad)
-        self.idle_s += self._wire.waited_s - waited_s
-        return loss_sum
-
-    def _receive_output_gradient(self) -> Tensor | None:
-        """Return the gradient of the oldest open output; None in the last stage, whose output is the loss."""
-        if self._is_last:
-            return None
-        return self._wire.receive(self._index + 1, "gradient")
-
-    @torch.no_grad()
-    def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
-        """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
-        num_ahead = 0
-        for images in batches:
-            x = images
-            if x is None:
-                x = self._wire.receive(self._index - 1, "activation")
-            y = self.stage(x)
-            if self._index > 0:
-                self._wire.send(self._index - 1, "done", torch.empty(0))
-            if self._is_last:
-                yield y
-                continue
-            self._wire.send(self._index + 1, "activation", y)
-            num_ahead += 1
-            if num_ahead > MAX_BATCHES_AHEAD:
-                self._wire.receive(self._index + 1, "done")
-                num_ahead -= 1
-            yield None
-        for _ in range(num_ahead):
-            self._wire.receive(self._index + 1, "done")

@@ -17,7 +17,6 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/dist_pipel
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,31 +32,28 @@ from hpcdist.data.datasets import EVAL_BATCH_SIZE, ImageData, build_model, load_
 from hpcdist.data.download import prepare
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
-from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
+from hpcdist.trainers.pipeline.engine import StageEngine, ideal_bubble
+from hpcdist.trainers.pipeline.mesh import StageMesh
 from hpcdist.trainers.pipeline.stages import (
-    RpcEngine,
+    RGB_CHANNELS,
     Stage,
-    Wire,
+    activation_shapes,
     choose_stages,
-    ideal_bubble,
     use_onednn_for_pointwise,
 )
-
-#: Channels of the images: stages are parts of ResNets for colour images.
-RGB_CHANNELS = 3
+from hpcdist.trainers.pipeline.wire import Wire
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model. Every stage calls it."""
     ctx.roles.require(stage=None)  # any number
-    model = None
-    with open_stage(ctx, cfg) as setup:
-        train_stage(ctx, cfg, setup)
-        if ctx.end_reason:  # empty after a stop
-            model = gather_model(ctx, cfg, setup)
-    # After the end of RPC, whose calls have a shorter time limit than an export may take.
+    setup = set_up_stage(ctx, cfg)
+    train_stage(ctx, cfg, setup)
+    if not ctx.end_reason:  # after a stop
+        return
+    model = gather_model(ctx, cfg, setup)
     if model is not None:
         images, _ = next(setup.data.test.batches([torch.arange(2)]))  # two images
         ctx.export_model(model, as_rgb(cfg, images))
@@ -106,8 +102,15 @@ def train_step(
     cfg: Config, setup: "StageSetup", images: Tensor | None, labels: Tensor | None, num_micro_batches: int
 ) -> dict[str, Any]:
     """Do one optimizer step of this stage. Returns sums for the metrics; all stages but the last have a loss of 0."""
-    idle_s_before = setup.engine.idle_s
-    loss = setup.engine.step(images, labels, num_micro_batches)
+    waited_s_before = setup.engine.waited_s
+    micro_batch_size = cfg.data.batch_size // num_micro_batches
+    loss = setup.engine.step(
+        images,
+        labels,
+        num_micro_batches=num_micro_batches,
+        micro_batch_size=micro_batch_size,
+        batch_size=cfg.data.batch_size,
+    )
     if cfg.optim.max_grad_norm is not None:
         # By the norm of the whole model's gradient, which does not depend on the split.
         gradients = [parameter.grad for parameter in setup.engine.stage.parameters() if parameter.grad is not None]
@@ -118,7 +121,7 @@ def train_step(
         nn.utils.clip_grads_with_norm_(setup.engine.stage.parameters(), cfg.optim.max_grad_norm, norms.norm())
     setup.optimizer.step()
     setup.optimizer.zero_grad()
-    return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.idle_s - idle_s_before}
+    return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.waited_s - waited_s_before}
 
 
 def interval_metrics(
@@ -146,7 +149,7 @@ def interval_metrics(
     return metrics
 
 
-def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> dict[str, float]:
+def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: StageEngine) -> dict[str, float]:
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
     size = EVAL_BATCH_SIZE
     num_left = len(data.test)
@@ -164,7 +167,8 @@ def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> d
     engine.stage.eval()
     loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
     num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
-    for logits, indices in zip(engine.infer(image_batches()), index_batches, strict=True):
+    outputs = engine.infer(image_batches(), num_batches=num_batches, batch_size=size)
+    for logits, indices in zip(outputs, index_batches, strict=True):
         if logits is not None:
             num_counted = min(size, num_left)
             logits = logits[:num_counted].float()
@@ -224,7 +228,7 @@ class StageSetup:
     """This rank's stage, whose parameters are consecutive ones of the model, and what trains it."""
 
     data: ImageData
-    engine: RpcEngine
+    engine: StageEngine
     optimizer: torch.optim.Optimizer
     progress: Progress  #: steps and epochs done so far
     meter: Meter  #: sums of the loss and of idle time since the last logged step
@@ -233,10 +237,10 @@ class StageSetup:
     num_parameters: int  #: of the whole model
 
 
-@contextmanager
-def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
+def set_up_stage(ctx: Context, cfg: Config) -> StageSetup:
     """Build and restore this rank's stage and connect it to the others; call it on every rank."""
     pipeline = cfg.section(PipelineConfig)
+    mesh = StageMesh(rank=ctx.rank, num_stages=ctx.world_size, num_replicas=1)
     data = load_data(ctx, cfg)
     model = build_whole_model(cfg, data)
     ctx.report.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
@@ -252,29 +256,28 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     example = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     stage_units = choose_stages(ctx, cfg, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
-    stage = Stage(model, stage_units[ctx.rank])
+    shapes = activation_shapes(model, stage_units, data.image_size)
+    stage = Stage(model, stage_units[mesh.stage])
     del model  # frees the other stages
     stage = stage.to(ctx.device)
     first_name, _ = next(stage.named_parameters())
-    wire = Wire(ctx.device)
-    with rpc_group(ctx, wire.functions) as wire.rpc:  # it sends tensors to the next stage and back
-        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
-        optimizer = build_optimizer(stage.parameters(), cfg.optim)
-        position, sums = None, None
-        if saved is not None:
-            load_stage(stage, optimizer, saved, stage_units, ctx.rank)
-            position, sums = saved.trainer["position"], saved.local
-        yield StageSetup(
-            data=data,
-            engine=engine,
-            optimizer=optimizer,
-            progress=Progress(cfg, len(data.train) // cfg.data.batch_size, position),
-            # Not Meter.restore: every rank counts the same steps, so that sums over ranks would be wrong.
-            meter=Meter(sums, ctx.device),
-            stage_units=stage_units,
-            first_parameter=names.index(first_name),
-            num_parameters=len(names),
-        )
+    wire = Wire(mesh, ctx.device, shapes, memory_format, ctx.groups.timeout, ctx.timer.waiting)
+    optimizer = build_optimizer(stage.parameters(), cfg.optim)
+    position, sums = None, None
+    if saved is not None:
+        load_stage(stage, optimizer, saved, stage_units, ctx.rank)
+        position, sums = saved.trainer["position"], saved.local
+    return StageSetup(
+        data=data,
+        engine=StageEngine(stage, wire, index=mesh.stage, num_stages=mesh.num_stages),
+        optimizer=optimizer,
+        progress=Progress(cfg, len(data.train) // cfg.data.batch_size, position),
+        # Not Meter.restore: every rank counts the same steps, so that sums over ranks would be wrong.
+        meter=Meter(sums, ctx.device),
+        stage_units=stage_units,
+        first_parameter=names.index(first_name),
+        num_parameters=len(names),
+    )
 
 
 def load_data(ctx: Context, cfg: Config) -> ImageData:

@@ -10,12 +10,11 @@ from torch import nn
 from hpcdist.config.loading import load_config
 from hpcdist.data.datasets import build_model
 from hpcdist.errors import ConfigError
+from hpcdist.trainers.pipeline.engine import ideal_bubble, one_f_one_b
 from hpcdist.trainers.pipeline.stages import (
     cut_after,
     cut_evenly,
-    ideal_bubble,
     measure_units,
-    one_f_one_b,
     use_onednn_for_pointwise,
 )
 
