@@ -23,7 +23,7 @@ from hpcdist.trainers.pipeline.train import StageSetup, set_up_stage, step_batch
 
 def train(ctx: Context, cfg: Config) -> None:
     setup = set_up_stage(ctx, cfg)
-    batch = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
+    batch = next(step_batches(ctx, cfg, setup, epoch=0, start=0))
     if not ctx.is_main:
         while (command := _broadcast(None)) != "":
             _measure(ctx, cfg, setup, batch, command)

@@ -18,6 +18,15 @@ def share_of(index: int, num_owners: int, num_items: int) -> range:
     return range(num_items * index // num_owners, num_items * (index + 1) // num_owners)
 
 
+def needed_ranks(counts: Mapping[str, int]) -> str:
+    """Return the beginning of a message about a number of ranks that does not fit the roles of a config."""
+    roles = Roles(tuple(counts.items()))
+    text = f"roles add up to {roles.world_size} ranks ({roles})"
+    if len(counts) == 1:
+        text += " or a multiple of them"
+    return text
+
+
 @dataclass(frozen=True)
 class Roles:
     """The roles and their numbers of ranks, in rank order. Create it with `Roles.of`."""
@@ -26,13 +35,27 @@ class Roles:
 
     @classmethod
     def of(cls, counts: Mapping[str, int], world_size: int) -> Self:
-        """Return the roles of a run; without counts all ranks are trainers."""
+        """Return the roles of a run, see `fit`. Raises ConfigError for a number of ranks that does not fit."""
+        roles = cls.fit(counts, world_size)
+        if roles is None:
+            raise ConfigError(f"{needed_ranks(counts)}, but {world_size} were started")
+        return roles
+
+    @classmethod
+    def fit(cls, counts: Mapping[str, int], world_size: int) -> Self | None:
+        """Return the roles of this number of ranks; None if it does not fit. Without counts all ranks are trainers.
+
+        A single role may have a multiple of its ranks, for replicas: `{stage: 2}` with 6 ranks gives the role six
+        ranks, which the trainer divides into three replicas.
+        """
         if not counts:
             return cls(((DEFAULT_ROLE, world_size),))
         roles = cls(tuple(counts.items()))
-        if roles.world_size != world_size:
-            raise ConfigError(f"roles add up to {roles.world_size} ranks ({roles}), but {world_size} were started")
-        return roles
+        if roles.world_size == world_size:
+            return roles
+        if len(counts) == 1 and world_size % roles.world_size == 0:
+            return cls(((roles.names[0], world_size),))
+        return None
 
     def __str__(self) -> str:
         return ", ".join(f"{role} {count}" for role, count in self.counts)

@@ -78,7 +78,8 @@ class Config(ConfigSection):
     """Seed of weights, shuffling, augmentation and dropout; each rank, or micro-batch, derives its own from it."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     roles: dict[str, int] = field(default_factory=dict)
-    """Number of ranks by role, in rank order; empty gives all ranks the role trainer."""
+    """Number of ranks by role, in rank order; empty gives all ranks the role trainer. A single role may have a multiple
+    of its ranks (`launch.num_ranks`, or the nodes), for replicas."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
-from hpcdist.config.roles import Roles, rank_table
+from hpcdist.config.roles import Roles, needed_ranks, rank_table
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import ConfigError, HpcdistError, plural
@@ -39,10 +39,10 @@ def role_nodes(config: Config) -> tuple[RoleNodes, ...]:
     _check_node_numbers(config)
     if not cluster.roles:
         world_size = cluster.nodes * cluster.tasks_per_node
-        roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
-        if roles.world_size != world_size:
+        roles = Roles.fit(config.roles, world_size)
+        if roles is None:
             raise ConfigError(
-                f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
+                f"{needed_ranks(config.roles)}, but cluster.nodes={cluster.nodes} ×"
                 f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or"
                 " request nodes for single roles under cluster.roles"
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from hpcdist.config.launch_schema import GPU_BACKENDS, NVIDIA
-from hpcdist.config.roles import DEFAULT_ROLE, Roles
+from hpcdist.config.roles import DEFAULT_ROLE, Roles, needed_ranks
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.section import MAX_PER_NODE
 from hpcdist.config.topology import port_for
@@ -167,11 +167,11 @@ def _roles_of(config: Config) -> Roles | None:
     """Return the config's roles; None if it has none. Raises ConfigError if `launch.num_ranks` contradicts them."""
     if not config.roles:
         return None
-    roles = Roles.of(config.roles, sum(config.roles.values()))
     num_ranks = config.launch.num_ranks
-    if num_ranks not in (0, roles.world_size):
+    roles = Roles.fit(config.roles, num_ranks or sum(config.roles.values()))
+    if roles is None:
         raise ConfigError(
-            f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={num_ranks}:"
+            f"{needed_ranks(config.roles)}, but launch.num_ranks={num_ranks}:"
             " leave launch.num_ranks out, or change one of them"
         )
     return roles

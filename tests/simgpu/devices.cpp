@@ -6,9 +6,10 @@
 // streams do to the same memory without an order between them is found by vector clocks and logged as a RACE.
 //
 // Environment: SIMGPU_DEVICES is the number of devices, SIMGPU_MEMORY_MB the memory of each, SIMGPU_COPY_US the time
-// that a copy takes. Messages are appended to the file `log` of the folder SIMGPU_FOLDER. Faults come and go while
-// programs run: while this folder has the file `1.lost`, device 1 is lost; likewise "hung", "nccl", "slow" (contains the
-// milliseconds of each operation), "ecc" (contains the number of memory errors) and "xid" (contains its number).
+// that a copy takes, SIMGPU_LOG_COPIES the least number of bytes of a copy to the host that is logged. Messages are
+// appended to the file `log` of the folder SIMGPU_FOLDER. Faults come and go while programs run: while this folder has the
+// file `1.lost`, device 1 is lost; likewise "hung", "nccl", "slow" (contains the milliseconds of each operation), "ecc"
+// (contains the number of memory errors) and "xid" (contains its number).
 #include "sim.h"
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -343,6 +344,10 @@ CALL(cudaPointerGetAttributes, (cudaPointerAttributes* found, const void* addres
 CALL(cudaMemcpyAsync, (void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t handle), {
   CUstream_st* stream = stream_of(handle);
   std::shared_ptr<std::vector<char>> staged;
+  Segment *source = segment_of(from), *target = segment_of(to);
+  static int logged = number("SIMGPU_LOG_COPIES", 0);
+  bool to_host = source && source->device >= 0 && (!target || target->device < 0);
+  if (logged && to_host && size >= (size_t)logged) sim_log("copy of %zu bytes to the host", size);
   if (!segment_of(from)) staged = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + size);
   static int delay = number("SIMGPU_COPY_US", 100);
   queue(stream, "copy", {{from, size, false}, {to, size, true}}, [=] {

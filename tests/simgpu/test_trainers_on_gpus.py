@@ -3,6 +3,7 @@
 A parent that has imported torch forks the ranks. As with CUDA, they would fail if it had used a GPU before.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +80,18 @@ def test_run_restarts_exactly_after_a_rank_is_killed(
 @pytest.mark.slow
 def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs, gpus: Path) -> None:
     test_live_commands.test_running_run_saves_is_profiled_and_stops_by_tag(runs)
+
+
+def test_tensors_between_stages_do_not_pass_through_the_host(runs: Runs, gpus: Path) -> None:
+    """An activation has 64 KiB; a loss, which is logged, a few bytes."""
+    settings = ("pipeline.split_points=[layer2]", "data.image_size=16", "data.batch_size=64", "stop.max_steps=4")
+    trainer = (f"experiment={runs.experiment}", "trainer=between_gpus:train", "model.name=resnet18")
+    config = runs.config("direct", *trainer, *settings)[1:]
+    code, output = runs.command("run", "pipeline_resnet50", *config, SIMGPU_LOG_COPIES=str(32 * 1024))
+    assert code == 0, output
+    before, after, at_end = json.loads((runs.attempt("direct").path / "copies.json").read_text())
+    assert after == before
+    assert at_end > after, "a checkpoint's copies are counted"
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ from hpcdist.data import RESNET_NAMES, model_name_problems
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(ConfigSection):
-    """A ResNet split into `roles.stage` stages, each on its own rank (`trainer: pipeline`)."""
+    """A ResNet split into `roles.stage` stages, one per rank; more ranks train replicas (`trainer: pipeline`)."""
 
     split_points: list[str] = field(default_factory=list)
     """Last units of the stages: `[layer1.2, layer3.0]`, or `[measured]`; empty: `[layer2]` for two, else measured."""
     num_micro_batches: int = number(4, least=1)
-    """Equal parts of a batch, each with its own batch statistics."""
+    """Equal parts of `data.batch_size`, the batch of a step on all ranks, each with its own batch statistics."""
 
 
 def _check(config: Config) -> list[str]:

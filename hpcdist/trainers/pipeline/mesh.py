@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hpcdist.config.roles import share_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMesh:
@@ -34,6 +36,10 @@ class StageMesh:
     def is_last_stage(self) -> bool:
         """Whether this rank has the labels and the loss."""
         return self.stage == self.num_stages - 1
+
+    def shares(self, num_micro_batches: int) -> list[range]:
+        """Return the micro-batches of a step that each replica computes; their numbers differ by at most one."""
+        return [share_of(replica, self.num_replicas, num_micro_batches) for replica in range(self.num_replicas)]
 
     def ranks_of_stage(self, stage: int) -> range:
         """Return the ranks that hold copies of a stage, one in each replica."""

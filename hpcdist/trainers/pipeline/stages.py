@@ -179,7 +179,7 @@ def choose_stages(
 ) -> list[tuple[str, ...]]:
     """Return the units of every stage: from the config, from the checkpoint, or by measured cost of a micro-batch."""
     units = unit_names(model)
-    num_stages = ctx.world_size
+    num_stages = cfg.roles["stage"]
     last_units = cfg.section(PipelineConfig).split_points
     if not last_units:
         last_units = _DEFAULT_SPLIT_POINTS.get(num_stages, [_MEASURED])
@@ -189,7 +189,7 @@ def choose_stages(
                 f"pipeline.split_points={last_units} needs {len(last_units) + 1} stages, but roles.stage={num_stages}"
             )
         return cut_after(units, last_units)
-    if saved is not None and saved.world_size == num_stages:
+    if saved is not None and len(saved.trainer["units"]) == num_stages:
         return [tuple(stage) for stage in saved.trainer["units"]]
     costs = [0.0] * len(units)
     if ctx.is_main:  # its measurement is used by all ranks

@@ -192,6 +192,16 @@ def test_wrong_counts_and_unknown_roles_or_ranks_are_refused() -> None:
             roles.of_rank(rank)
 
 
+def test_single_role_may_have_a_multiple_of_its_ranks() -> None:
+    roles = Roles.of({"stage": 2}, 6)
+    assert roles.counts == (("stage", 6),)
+    assert roles.name_of(5) == "stage:5"
+    with pytest.raises(
+        ConfigError, match=r"^roles add up to 2 ranks \(stage 2\) or a multiple of them, but 3 were started$"
+    ):
+        Roles.of({"stage": 2}, 3)
+
+
 def test_require_refuses_other_roles_and_counts() -> None:
     Roles.of(RL, 5).require(agent=1, observer=None)
     Roles.of(RL, 5).require(observer=4, agent=1)

@@ -51,6 +51,10 @@ def test_nodes_and_tasks_are_derived_from_the_number_of_ranks(request_: dict[str
     assert (found.nodes, found.tasks_per_node) == shape
 
 
+def test_nodes_may_have_a_multiple_of_the_ranks_of_a_single_role() -> None:
+    assert role_nodes(config({"stage": 2}, nodes=3, tasks_per_node=2)) == (part("stage", nodes=3, tasks_per_node=2),)
+
+
 @pytest.mark.parametrize(
     ("counts", "requests", "cluster", "message"),
     [

@@ -433,6 +433,14 @@ def planned_with_roles(
     return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus))
 
 
+def test_number_of_ranks_may_be_a_multiple_of_a_single_role() -> None:
+    plan = planned_with_roles(0, {"stage": 2}, num_ranks=6)
+    assert plan.roles is not None
+    assert plan.roles.counts == (("stage", 6),)
+    assert plan.num_ranks == 6
+    assert planned_with_roles(0, {"stage": 2}).num_ranks == 2
+
+
 def devices(plan: Plan) -> list[str]:
     return [plan.device_of(rank) for rank in range(plan.num_ranks)]
 
