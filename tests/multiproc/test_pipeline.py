@@ -1,5 +1,6 @@
 """A ResNet in stages, compared with the whole ResNet: loss, gradients and statistics are equal bit by bit."""
 
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, ModelConfig, OptimConfig, StopConfig, TrainerConfig
 from hpcdist.data.datasets import build_model
+from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, close
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
@@ -268,3 +270,18 @@ def test_runs_continue_with_other_numbers_of_replicas(tmp_path: Path) -> None:
             assert_states_equal(found, expected)
         else:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_replicas_without_a_micro_batch_are_refused(tmp_path: Path) -> None:
+    cfg = dataclasses.replace(trainer_config(num_stages=1), sections={"pipeline": PipelineConfig(num_micro_batches=2)})
+    errors = spawn_ranks(refusal, 3, path=new_run(tmp_path).path, cfg=cfg)
+    assert errors[0] == (
+        "pipeline.num_micro_batches=2 are too few for 3 replicas of 1 stages (3 ranks, roles.stage=1), each of which"
+        " needs one: use at most 2 ranks, or more micro-batches"
+    )
+
+
+def refusal(here: Rank, path: Path, cfg: Config) -> str:
+    with open_context(here, RunDir(path), cfg) as ctx, pytest.raises(ConfigError) as caught:
+        train.set_up_stage(ctx, cfg)
+    return str(caught.value)

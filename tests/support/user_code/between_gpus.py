@@ -27,11 +27,16 @@ def train(ctx: Context, cfg: Config) -> None:
         counts.append((Path(os.environ["SIMGPU_FOLDER"]) / "log").read_text().count(" to the host"))
         ctx.groups.barrier()
 
-    def counted(*arguments: Any) -> dict[str, Any]:
+    def counted(
+        cfg: Config,
+        setup: pipeline.StageSetup,
+        images: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_micro_batches: int,
+    ) -> dict[str, Any]:
         if not counts:
             count()
-        result = step(*arguments)
-        setup: pipeline.StageSetup = arguments[1]
+        result = step(cfg, setup, images, labels, num_micro_batches)
         if setup.progress.step == cfg.stop.max_steps:
             count()
         return result
