@@ -73,12 +73,15 @@ def _smaller(config: Config, nodes: Collection[str], reservation: Reservation | 
     """Return smaller requests, the largest first; of equal ones, first the one with all nodes."""
     limit = config.cluster.time_limit_min
     num_nodes = requested_cluster(config).nodes
-    requests = {Request(nodes=num_nodes, minutes=limit // part) for part in (2, 4)}
+    longest_min = limit - 1
+    if reservation is not None:
+        longest_min = min(longest_min, reservation.minutes_before(now))
+    requests = {Request(nodes=num_nodes, minutes=min(limit // part, longest_min)) for part in (2, 4)}
     may_shrink = not config.cluster.roles and config.cluster.min_nodes is None
     if may_shrink:
         requests |= {Request(nodes=num_nodes // part, minutes=limit) for part in (2, 4)}
     if reservation is not None:
-        requests.add(Request(nodes=num_nodes, minutes=min(limit - 1, reservation.minutes_before(now))))
+        requests.add(Request(nodes=num_nodes, minutes=longest_min))
         if may_shrink:
             others = set(nodes) - reservation.nodes
             requests.add(Request(nodes=min(num_nodes - 1, len(others)), minutes=limit))
