@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from hpcdist.errors import duration, few
+from hpcdist.errors import duration, few, plural
 from hpcdist.host.retry import retry
 from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
@@ -18,9 +18,16 @@ from hpcdist.review.sweep_facts import SweepFacts
 from hpcdist.review.uncertainty import ends, signed
 from hpcdist.review.verdict import Verdict, judge
 from hpcdist.run.folder import RunDir
+from hpcdist.run.snapshot import read_code_files
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
+#: Title of the copied files, each of which is a row with the digests of its contents.
+_FILES = "code files"
+#: Limit of the files that are shown.
+_MAX_FILES = 20
+#: Digits of a file's digest.
+_DIGEST_DIGITS = 12
 #: Keys of the environment that other rows show.
 _OWN_ENVIRONMENT = ("command", "code.", "git_", "like.", "slurm.")
 
@@ -42,11 +49,24 @@ def compare(
             values = tuple(run_sections[title].get(name, MISSING) for run_sections in compared)
             if len(set(values)) > 1:
                 differing[name] = values
-        # `roles {}` beside `roles.trainer` would be one change in two rows.
-        shown = {name: values for name, values in differing.items() if not _has_subkey(name, differing)}
+        if title == _FILES:
+            shown = _first_files(differing)
+        else:
+            # `roles {}` beside `roles.trainer` would be one change in two rows.
+            shown = {name: values for name, values in differing.items() if not _has_subkey(name, differing)}
         if shown:
             sections[title] = shown
     return sections
+
+
+def _first_files(differing: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the first rows of files, and one row with the number of the others."""
+    rows = dict(sorted(differing.items())[:_MAX_FILES])
+    num_others = len(differing) - len(rows)
+    if num_others:
+        num_runs = len(next(iter(rows.values())))
+        rows[f"… and {plural(num_others, 'file')}"] = ("…",) * num_runs
+    return rows
 
 
 def _has_subkey(name: str, names: Iterable[str]) -> bool:
@@ -170,6 +190,7 @@ def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dic
             "folder": facts.cwd,
             "command": facts.command,
         },
+        _FILES: {name: digest[:_DIGEST_DIGITS] for name, digest in read_code_files(run).items()},
         "data": data,
         "environment": environment,
         "outcome": _outcome(run, facts),

@@ -2,6 +2,7 @@
 
     runs/<experiment>/<run>/
         config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        code-files.json                          digests of the copied files, before a rank could write beside them
         secrets.json                             values that config.yaml shows as `***`, until the run finishes
         identity                                 random bytes, by which a replaced folder is noticed
         slurm.json  job.json                     the Slurm job, and its starts
@@ -389,6 +390,7 @@ class RunDir:
         self.mlflow = path / "mlflow.json"
         self.lease = path / "lease"
         self.code = path / "code"
+        self.code_files = path / "code-files.json"
         self.patch = path / "code.patch"
         self.journal = path / "journal"
         self.init_from = path / "init_from"

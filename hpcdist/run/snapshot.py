@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -34,6 +34,7 @@ from hpcdist.host import machine
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import fill, parse_json, write_json
 from hpcdist.host.versions import versions as installed_versions
+from hpcdist.run.code_files import code_files
 from hpcdist.run.folder import DATABASE, RunDir, read_record
 from hpcdist.run.lease import user_name
 
@@ -169,7 +170,10 @@ def _folders_of(top: Path, files: Collection[Path]) -> set[Path]:
     return folders
 
 
-# Files of a tree that are not code.
+# Runs and environments in a tree.
+
+#: Folders in which MLflow keeps runs and their artifacts.
+_MLFLOW_FOLDERS = ("mlartifacts", "mlruns")
 
 
 def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
@@ -184,8 +188,10 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
             return True
         if not path.is_dir():
             return path.name.startswith(DATABASE)
-        if path.name.startswith(".hpcdist-") or (path / "pyvenv.cfg").exists():
+        if path.name.startswith(".hpcdist-") or path.name in _MLFLOW_FOLDERS or (path / "pyvenv.cfg").exists():
             return True
+        if (path / DATABASE).exists() and not cwd.is_relative_to(path) and not any(path.glob("*.py")):
+            return True  # the folder of runs of another working folder
         is_run = (path / "state.json").exists() and (path / "attempts").is_dir()
         return is_run or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
 
@@ -226,9 +232,11 @@ class CodeState:
 def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
-    The code is the git work tree that holds the trainer, without ignored files, else all files below `cwd`, without
-    hidden files and those that `.gitignore` excludes. Runs and virtual environments are left out. Links in the copy
-    lead to everything else. The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
+    The code is in the git work tree that holds the trainer, else below `cwd`. `code_files` selects it from the files
+    that are not ignored, in a plain folder not hidden either. Runs and virtual environments are left out. Links in the
+    copy lead to everything else.
+
+    The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
     """
     top, root, copied = find_tree(config, cwd)
     commit = ""
@@ -245,19 +253,27 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         write_atomic(run.patch, patch.encode(errors="surrogateescape"))
     else:
         run.patch.unlink(missing_ok=True)
-    new_files: set[Path] = set()
-    if root is not None and copied:
-        new_files.update(git_paths(root, *UNTRACKED))
     kept: list[Path] = []
+    untracked: list[str] = []
     if copied:
         is_foreign = foreign(Path(config.runs_dir), cwd, top)
-        listed = git_paths(root, "--cached", *UNTRACKED) if root is not None else _plain_files(top, is_foreign)
+        tracked: list[Path] = []
+        if root is None:
+            others = _plain_files(top, is_foreign)
+        else:
+            tracked = git_paths(root, "--cached")
+            others = git_paths(root, *UNTRACKED)
         # git also lists deleted files, and submodules as folders. A link may be dangling.
-        files = [path for path in listed if path.is_symlink() or path.is_file()]
-        kept = [path for path in files if not is_foreign(path)]
-        _copy(top, kept, run.code)
+        files = [path for path in tracked + others if path.is_symlink() or path.is_file()]
+        must_have = set(tracked)
+        place = trainer_place(config, [str(cwd)])
+        if place is not None:
+            must_have.add(place)  # a script, whatever its name
+        kept = code_files(top, [path for path in files if not is_foreign(path)], must_have)
+        _copy(top, kept, run.code, in_git=root is not None)
         _link_rest(top, kept, run.code, is_foreign)
-    untracked = [path.relative_to(top).as_posix() for path in kept if path in new_files]
+        if root is not None:
+            untracked = [path.relative_to(top).as_posix() for path in sorted({*kept} & {*others})]
     no_commit = ""
     if not commit:
         no_commit = _why_no_commit(top, root)
@@ -305,10 +321,22 @@ def take_from(original: RunDir, config: Config, run: RunDir, cwd: Path) -> CodeS
             f"the copy of the code of run {original.name} is gone: {original.code} does not exist; {fix}, then"
             f" `hpcdist run {original.config} name=NEW`"
         )
-    shutil.copytree(original.code, run.code, symlinks=True)
+    _copy_snapshot(original, run)
     if original.patch.is_file():
         shutil.copyfile(original.patch, run.patch)
     return code
+
+
+def _copy_snapshot(original: RunDir, run: RunDir) -> None:
+    """Copy the code of another run, without files that its ranks have written beside it."""
+    digests = read_code_files(original)
+
+    def written(folder: str, names: list[str]) -> list[str]:
+        paths = [Path(folder) / name for name in names]
+        files = [path for path in paths if path.is_file() and not path.is_symlink()]
+        return [path.name for path in files if path.relative_to(original.code).as_posix() not in digests]
+
+    shutil.copytree(original.code, run.code, symlinks=True, ignore=written)
 
 
 def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Callable[[Path], bool]) -> None:
@@ -407,11 +435,11 @@ def changed_files(code: CodeState, run: RunDir) -> list[str]:
     if not code.copied:
         return []
     changed = []
-    for copy in _files_below(run.code):
-        name = copy.relative_to(run.code)
-        original = code.root / name
-        if original.is_file() and not filecmp.cmp(copy, original):
-            changed.append(name.as_posix())
+    for name in read_code_files(run):
+        copy = run.code / name
+        original = Path(code.root) / name
+        if copy.is_file() and original.is_file() and not filecmp.cmp(copy, original):
+            changed.append(name)
     return changed
 
 
@@ -421,8 +449,16 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
-    """Record machine, versions and origin of the code in `environment.json`, but no environment variables."""
+    """Record machine, versions and origin of the code in `environment.json`, but no environment variables.
+
+    The digests of the copied files are recorded in `code-files.json`, before a rank can write to the copy.
+    """
     arguments = redact_words([redacted_argument(argument) for argument in sys.argv[1:]])
+    digest = None
+    if code.copied:
+        digests = file_digests(run.code)
+        write_json(run.code_files, {"sha256": digests})
+        digest = code_digest(digests)
     write_json(
         run.environment,
         {
@@ -432,20 +468,41 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
             **machine_facts(),
             "git_commit": code.git_commit,
             "git_dirty": code.git_dirty if code.git_commit else None,
-            "code_digest": code_digest(run.code) if code.copied else None,
+            "code_digest": digest,
             "code": asdict(code),
             **facts,
         },
     )
 
 
-def code_digest(folder: Path) -> str:
-    """Return a 12-digit digest of the names and contents of all files in a copy of code, without its links."""
-    digest = hashlib.sha256()
+def file_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of all files in a copy of code, without its links, by their path below it."""
+    digests = {}
     for path in _files_below(folder):
-        name = path.relative_to(folder).as_posix().encode(errors="surrogateescape")
-        digest.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        digests[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
+
+
+def code_digest(digests: Mapping[str, str]) -> str:
+    """Return a 12-digit digest of the names and contents of files."""
+    digest = hashlib.sha256()
+    for name, content in digests.items():
+        digest.update(name.encode(errors="surrogateescape") + b"\0" + bytes.fromhex(content))
     return digest.hexdigest()[:12]
+
+
+def read_code_files(run: RunDir) -> dict[str, str]:
+    """Return the SHA-256 of the files of a run's snapshot by their path below `root`; empty if it has none.
+
+    Raises RunFolderError if the record is damaged.
+    """
+    record = read_record(run.code_files)
+    if record is None:  # the run was created by an earlier version of hpcdist
+        return file_digests(run.code)
+    digests = record.get("sha256")
+    if not isinstance(digests, dict):
+        raise RunFolderError(f"{run.code_files} is damaged (it has no sha256): remove it")
+    return {str(name): str(digest) for name, digest in digests.items()}
 
 
 def machine_facts() -> dict[str, Any]:
@@ -481,7 +538,7 @@ def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
     return [path for path in files if path not in ignored]
 
 
-def _copy(top: Path, files: list[Path], target: Path) -> None:
+def _copy(top: Path, files: list[Path], target: Path, *, in_git: bool) -> None:
     """Copy files below `top` to the same places below `target`. Raises UserMistake beyond MAX_CODE_MB."""
     sizes: dict[Path, int] = {}
     for path in files:
@@ -491,9 +548,12 @@ def _copy(top: Path, files: list[Path], target: Path) -> None:
     if total > MAX_CODE_MB * MB:
         by_size = sorted(sizes.items(), key=lambda item: -item[1])
         largest = ", ".join(f"{path.relative_to(top)} ({size / MB:.1f} MB)" for path, size in by_size[:3])
+        remove = ""
+        if in_git:
+            remove = ", and remove them from git with `git rm --cached`"
         raise UserMistake(
             f"the code under {top} has {total / MB:.1f} MB, more than {MAX_CODE_MB} MB (largest: {largest}): name data"
-            " and outputs in .gitignore (the copy then has links to them)"
+            f" and outputs in .gitignore{remove} (the copy then has links to them)"
         )
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from report_scene import TWO_NODES, ReportScene, some_ledger
 
+from hpcdist.errors import RunFolderError
 from hpcdist.host.json_files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import (
@@ -68,6 +69,22 @@ def compared(*scenes: ReportScene) -> dict[str, dict[str, tuple[str, ...]]]:
     runs = {scene.run.name: scene.run for scene in scenes}
     facts = {name: read_facts(run) for name, run in runs.items()}
     return compare(facts, {name: read_series(run) for name, run in runs.items()})
+
+
+def test_differing_files_of_the_code_are_named(two: tuple[ReportScene, ReportScene]) -> None:
+    first, second = two
+    digests = {"same.py": "0" * 64, "train.py": "1" * 64, "train.py.old": "2" * 64}
+    write_json(first.run.code_files, {"sha256": digests})
+    write_json(second.run.code_files, {"sha256": {"same.py": "0" * 64, "train.py": "3" * 64}})
+    assert compared(first, second) == {
+        "code files": {"train.py": ("1" * 12, "3" * 12), "train.py.old": ("2" * 12, MISSING)}
+    }
+    write_json(second.run.code_files, {"sha256": {f"{number:02}.py": "1" * 64 for number in range(30)}})
+    rows = compared(first, second)["code files"]
+    assert list(rows.items())[19:] == [("19.py", (MISSING, "1" * 12)), ("… and 13 files", ("…", "…"))]
+    write_json(second.run.code_files, {})
+    with pytest.raises(RunFolderError, match=r"code-files.json is damaged \(it has no sha256\): remove it"):
+        compared(first, second)
 
 
 @pytest.fixture

@@ -20,7 +20,16 @@ from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, code_digest, import_path, own_module, take
+from hpcdist.run.snapshot import (
+    CodeState,
+    code_digest,
+    file_digests,
+    import_path,
+    own_module,
+    take,
+    take_from,
+    write_environment,
+)
 from hpcdist.trainers.rl import RlConfig
 
 #: All tests of this file may start processes.
@@ -84,7 +93,7 @@ def test_all_files_but_ignored_ones_are_copied(project: Path, git: Git, run: Run
     git("commit", "--quiet", "-m", "first")
     write(project, train="changed", new="untracked")
     (project / "gone.py").unlink()
-    (project / "späte\nZeile .txt").write_text("unusual name")
+    (project / "späte\nZeile .yaml").write_text("unusual name")
 
     code = take(config(run), run, project)
 
@@ -95,7 +104,7 @@ def test_all_files_but_ignored_ones_are_copied(project: Path, git: Git, run: Run
         git_dirty=True,
         copied=True,
         changed=["gone.py", "train.py"],
-        untracked=["new.py", "späte\nZeile .txt"],
+        untracked=["new.py", "späte\nZeile .yaml"],
         num_untracked=2,
     )
     assert contents(run.code) == {
@@ -103,7 +112,7 @@ def test_all_files_but_ignored_ones_are_copied(project: Path, git: Git, run: Run
         "kept.py": "same",
         "new.py": "untracked",
         "pkg/model.py": "2",
-        "späte\nZeile .txt": "unusual name",
+        "späte\nZeile .yaml": "unusual name",
         "train.py": "changed",
     }
     patch = (run.path / "code.patch").read_text()
@@ -197,9 +206,9 @@ def test_files_that_vanish_during_the_copy_are_left_out(
     write(project, train="1", early="2", late="3", sub__folder="4")
     find, copy = snapshot._copy, shutil.copy2
 
-    def _copy(*arguments: Any) -> None:
+    def _copy(*arguments: Any, **options: Any) -> None:
         (project / "early.py").unlink()
-        find(*arguments)
+        find(*arguments, **options)
 
     def copy2(source: Path, target: Path, **options: Any) -> None:
         (project / "late.py").unlink(missing_ok=True)
@@ -258,11 +267,86 @@ def test_copy_of_a_plain_folder_omits_hidden_files(project: Path, run: RunDir) -
     assert set(contents(run.code)) == {"train.py", "pkg/model.py", "cache.py"}
     assert not (run.path / "code.patch").exists()
     assert import_path(code, run) == [str(run.code)]
-    before = code_digest(run.code)
+    before = file_digests(run.code)
     (run.code / "link").symlink_to(project / "missing")
-    assert code_digest(run.code) == before
+    assert file_digests(run.code) == before
     (run.code / "cache.py").write_text("6")
-    assert code_digest(run.code) != before
+    assert code_digest(file_digests(run.code)) != code_digest(before)
+
+
+# --- outputs and data beside the code
+
+
+def write_outputs(folder: Path) -> None:
+    """Write what training scripts write beside themselves."""
+    for name in ("model.pt", "train.log", "loss.txt", "metrics.csv", "runs.out.tfevents.1.host.2", "notes.JSONL"):
+        (folder / name).write_text("an output")
+    for name in ("config.json", "README.md", "args.yaml", "model.safetensors", "rng"):
+        path = folder / "out" / "checkpoint-500" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("an output")
+    (folder / "annotations.json").write_text("x" * (2**20 + 1))
+
+
+@pytest.mark.usefixtures("in_git")
+def test_outputs_of_a_script_do_not_change_its_snapshot(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_CODE_MB", 0.001)
+    write(project, train="1", pkg__model="2")
+    for name in ("base.yaml", "requirements-dev.txt", "Makefile", "conf/small.json", "conf/README.md"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("code")
+    first, second = (RunDir.create(project / "runs" / "exp" / name) for name in ("first", "second"))
+    write_environment(first, take(config(first), first, project))
+    write_outputs(project)
+    write_outputs(project / "pkg")
+    write_environment(second, take(config(second), second, project))
+    files = {"train.py", "pkg/model.py", "base.yaml", "requirements-dev.txt", "Makefile", "conf/small.json"}
+    assert set(contents(second.code)) == {*files, "conf/README.md"}
+    digests = [json.loads(run.environment.read_text())["code_digest"] for run in (first, second)]
+    assert digests[0] == digests[1]
+    assert (second.code / "model.pt").readlink() == project / "model.pt"
+    assert (second.code / "pkg" / "out").readlink() == project / "pkg" / "out"
+
+
+def test_files_that_git_tracks_are_code_whatever_their_name(project: Path, git: Git, run: RunDir) -> None:
+    write(project, train="1")
+    (project / "vocabulary.csv").write_text("a")
+    git("add", ".")
+    (project / "loss.csv").write_text("b")
+    take(config(run), run, project)
+    assert set(contents(run.code)) == {"train.py", "vocabulary.csv"}
+
+
+def test_script_with_an_unusual_ending_is_copied(project: Path, run: RunDir) -> None:
+    (project / "train.exp3").write_text("1")
+    take(config(run, trainer=TrainerConfig(script=[str(project / "train.exp3")])), run, project)
+    assert set(contents(run.code)) == {"train.exp3"}
+
+
+@pytest.mark.usefixtures("in_git")
+def test_runs_of_other_working_folders_are_left_out(project: Path, run: RunDir) -> None:
+    write(project, train="1", other__train="2")
+    other = RunDir.create(project / "other" / "results" / "exp" / "first")
+    write(other.path, copied="3")
+    for name in ("results/mlflow.db", "results/exp/grid.yaml", "mlflow.db", "mlartifacts/1/config.yaml", "mlruns/x.py"):
+        (project / "other" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "other" / name).write_text("x")
+    take(config(run), run, project)
+    assert set(contents(run.code)) == {"train.py", "other/train.py"}
+    assert sorted(os.listdir(run.code / "other")) == ["train.py"]
+
+
+def test_new_run_gets_no_outputs_from_the_copy_of_another(project: Path, run: RunDir) -> None:
+    """A script that writes beside `__file__` writes to the copy of its run."""
+    write(project, train="1")
+    write_environment(run, take(config(run), run, project))
+    (run.code / "results.json").write_text("{}")
+    (run.code / "out").mkdir()
+    (run.code / "out" / "model.pt").touch()
+    second = RunDir.create(run.path.parent / "second")
+    take_from(run, config(second), second, project)
+    assert set(contents(second.code)) == {"train.py"}
+    assert file_digests(second.code) == snapshot.read_code_files(run)
 
 
 # --- conditions and limits
@@ -300,12 +384,13 @@ def test_error_for_too_much_code_names_the_largest_files(
     write(project, train="1")
     for name, size_mb in (("a.bin", 0.2), ("b.bin", 0.6), ("c.bin", 0.4), ("d.bin", 0.3)):
         (project / name).write_bytes(b"\0" * int(size_mb * 2**20))
+    git("add", ".")
     with pytest.raises(UserMistake) as caught:
         take(config(run), run, project)
     assert str(caught.value) == (
         f"the code under {project} has 1.5 MB, more than 1 MB"
-        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): name data and outputs in .gitignore"
-        " (the copy then has links to them)"
+        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): name data and outputs in .gitignore,"
+        " and remove them from git with `git rm --cached` (the copy then has links to them)"
     )
     assert not run.code.exists()
     monkeypatch.setattr(snapshot, "MAX_CODE_MB", 2)
