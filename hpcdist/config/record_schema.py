@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcdist.config.section import ConfigSection, number
+from hpcdist.errors import shown
 
 COMMANDS = ("stop", "save", "profile")
 
@@ -44,7 +46,43 @@ class TrackingConfig(ConfigSection):
     """Commands to obey from the tag `hpcdist.command` in MLflow: stop, save, profile. Needs EDIT permission there."""
     tags: dict[str, str] = field(default_factory=dict)
     """Additional tags of the MLflow run."""
+    script_files: bool = True
+    """Whether metrics in TensorBoard's event files and csv logs that rank 0 of a script writes are uploaded."""
+    stdout_metrics: dict[str, str] = field(default_factory=dict)
+    """Metrics in the output of rank 0: name → regular expression with a group for the value, such as
+    `{loss: 'loss ([0-9.]+)'}`; a group `(?P<step>…)` gives the step, else the matches are numbered from 0."""
 
     def problems(self) -> list[str]:
-        unknown = (name for name in self.commands if name not in COMMANDS)
-        return [f"commands: {name!r} must be one of {', '.join(COMMANDS)}" for name in unknown]
+        problems = []
+        for name in self.commands:
+            if name not in COMMANDS:
+                problems.append(f"commands: {name!r} must be one of {', '.join(COMMANDS)}")
+        for name, text in self.stdout_metrics.items():
+            problem = _pattern_problem(text)
+            if problem:
+                problems.append(f"stdout_metrics.{name}: {shown(text)} {problem}")
+        return problems
+
+
+#: Names of the groups of a regular expression that hold the step and the value.
+STEP_GROUP, VALUE_GROUP = "step", "value"
+
+
+def _pattern_problem(text: str) -> str:
+    """Return why a text is no regular expression for a metric; empty if it is one."""
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    if not value_group(pattern):
+        return "has no group for the value: put the number in parentheses, as in 'loss ([0-9.]+)'"
+    return ""
+
+
+def value_group(pattern: re.Pattern[str]) -> int:
+    """Return the number of the group `value`, else of the first one that is not the step; 0 if there is none."""
+    names = pattern.groupindex
+    if VALUE_GROUP in names:
+        return names[VALUE_GROUP]
+    groups = [number for number in range(1, pattern.groups + 1) if number != names.get(STEP_GROUP)]
+    return groups[0] if groups else 0

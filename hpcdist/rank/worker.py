@@ -47,6 +47,7 @@ from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_reco
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.rank_requests import RequestReader
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
+from hpcdist.tracking.written_files import WrittenFiles
 
 if TYPE_CHECKING:
     from hpcdist.rank.device import Device
@@ -145,6 +146,8 @@ def _run_trainer_script(
     """Run the script of the config. Returns how it ended, and the reason for the status of the run."""
     from hpcdist.rank.system_metrics import monitored_node
 
+    if topology.rank == 0 and config.tracking.script_files:
+        sys.addaudithook(WrittenFiles(attempt).note)
     with (
         script_api.entered_script(config, attempt, topology, records) as script,
         monitored_node(config, run, topology, records.journal),

@@ -9,6 +9,7 @@
         cell.json                                sweep and values, if the run is a cell of a sweep
         fitted_batch.json                        number of micro-batches that launch.fit_batch has found
         origin.json                              the config of the command line, before its overrides
+        script-metrics.log                       output of the process that reads metrics in files of a script
         supervisor.log  shipper.log  sync.log    output of a supervisor in the background, of the shipper, and of the
                                                  upload after a submission
         notifier.log                             failed deliveries of notifications, output of `notify.command`
@@ -17,6 +18,8 @@
         package/                                 links hpcdist for ranks in an environment of their own
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
+        journal/attempt-001.rank-00000.files.jsonl    metrics from event files, csv files and output of a script
+        journal/read-files.json                  how much of these files has been read
         journal/sent-points.json                 offsets of the records that MLflow has received
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received
@@ -32,6 +35,7 @@
         attempts/001/                            one per start of the ranks
             key                                  32 random bytes, which authenticate ranks on several machines
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json
+            rank-00000.written.jsonl             event files and csv files that a script has opened for writing
             request.json                         the request to stop or cancel the attempt
             failure.json                         the first failure
             command-001.json  command-001.rank-00000.json   a command to save or profile, and the answer of a rank
@@ -131,6 +135,7 @@ class Attempt:
         self.stragglers = path / "stragglers.jsonl"
         self.stacks_summary = path / "stacks.txt"
         self.silence = path / "silence.txt"
+        self.written = path / "rank-00000.written.jsonl"
 
     # Files by rank, node and number: see the layout above.
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import short_path
-from hpcdist.host.log_files import say
+from hpcdist.host.log_files import last_lines, say
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.tracking.uri import is_server, resolve_uri
 
@@ -123,6 +124,12 @@ class Guard:
 
 #: Time after which an upload is noted.
 NOTE_AFTER_S = 1.0
+#: Time that a script's reader of metrics has for the rest at the end of a run.
+READ_WITHIN_S = 30.0
+#: Limit of its warnings that are reported.
+MAX_WARNINGS = 5
+#: The beginning of a warning in its log, see `log_files.configure`.
+_WARNING = re.compile(r"\d\d:\d\d:\d\d (WARNING|ERROR) ")
 #: Difference between the nice values of the shipper and of the ranks, from which it takes little processor time.
 _NICER_BY = 10
 #: Highest nice value, that of the lowest priority.
@@ -172,6 +179,63 @@ class ShipperProcess:
         self._process.kill()
         self._process.wait()
         return False
+
+
+class MetricsReader:
+    """`hpcdist.tracking.script_metrics` for one run, as a child process with low priority."""
+
+    def __init__(self, run: RunDir, env: Mapping[str, str]) -> None:
+        self._run = run
+        self._env = env
+        self._log = run.path / "script-metrics.log"
+        self._process = self._start()
+        _set_nice(self._process.pid, _low_priority())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with _output(self._log) as file:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "hpcdist.tracking.script_metrics", str(self._run.path)],
+                env=self._env,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def finish(self) -> list[str]:
+        """Let the process read the rest, after all ranks have ended; another one if it was killed.
+
+        Returns its warnings, of at most MAX_WARNINGS lines. Raises OSError.
+        """
+        _set_nice(self._process.pid, 0)
+        try:
+            if self._end() < 0:
+                self._process = self._start()
+                self._end()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return [f"not all metrics of the script were read within {READ_WITHIN_S:g} s (see {self._log})"]
+        warnings = []
+        for _, line in last_lines(self._log, MAX_WARNINGS):
+            warning = _WARNING.match(line)
+            if warning is not None:
+                warnings.append(line[warning.end() :])
+        return warnings
+
+    def _end(self) -> int:
+        """Send the byte after which the process reads the rest and ends. Returns its exit code."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(b".")
+        return self._process.wait(READ_WITHIN_S)
+
+    def kill(self) -> None:
+        """End the process at once, such as when another supervisor holds the run."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from hpcdist.run.fitted_batch import fit
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.run.reached_steps import reached_step
 from hpcdist.run.resume_text import how_stopped, nothing_saved, resume_point
-from hpcdist.supervisor.children import ShipperProcess
+from hpcdist.supervisor.children import MetricsReader, ShipperProcess
 from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
@@ -33,9 +33,12 @@ from hpcdist.supervisor.protocols import Launcher, NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, Kind, first_failure, killed_beside
 from hpcdist.supervisor.signals import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
+from hpcdist.tracking.rank_records import URI_VARIABLE, has_metrics
 
 #: Free disk space that a restart needs for the logs and reports of an attempt.
 ROOM_FOR_RESTART_BYTES = 2**20
+#: End of the reason of a script that has logged nothing.
+NO_METRICS = "it logged no metrics: use MLflow, hpcdist.log, TensorBoard, a csv log or tracking.stdout_metrics"
 #: Time before the end of an allocation that is reserved for the last write of the state.
 LAST_WRITE_S = 10.0
 #: An attempt without a checkpoint that was shorter is repeated to find out whether a node has caused its exception.
@@ -130,14 +133,18 @@ class Supervisor:
             self._write(state)
             limit_log(self.folder.path)  # of this process, if its output is a file in the run folder
             shipper = self._start_shipper()
+            reader = self._start_reader()
             failure: Exception | None = None
             try:
                 # Here as well, so that the error below, whose text the state gets, is the explained one.
                 with explain_replacement(self.folder.path, self.env):
                     state = self._attempts(notifier)
             except LeaseLostError:
+                # The new supervisor has its own processes.
                 if shipper is not None:
-                    shipper.drain(0)  # the new supervisor has its own shipper
+                    shipper.drain(0)
+                if reader is not None:
+                    reader.kill()
                 raise
             except Exception as error:
                 # No exception may leave the run in the state "running".
@@ -149,6 +156,7 @@ class Supervisor:
                     ended=time.time(),
                     rejected=isinstance(error, UserMistake),
                 )
+            state = self._finish_reading(reader, state)
             try:
                 self._write(state)
             except OSError as error:
@@ -170,6 +178,36 @@ class Supervisor:
         except OSError as error:
             self.report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
             return None
+
+    def _start_reader(self) -> MetricsReader | None:
+        """Start the process that reads metrics in files and output of the ranks; None if the run needs none."""
+        tracking = self.config.tracking
+        reads_files = self.config.trainer.script and tracking.script_files
+        if not reads_files and not tracking.stdout_metrics:
+            return None
+        try:
+            return MetricsReader(self.folder, self.env)
+        except OSError as error:
+            self.report.note(f"metrics in files of the script are not read: {error_text(error)}")
+            return None
+
+    def _finish_reading(self, reader: MetricsReader | None, state: State) -> State:
+        """Wait until the metrics of a script are in the journal: the shipper ends after the end of the run is written.
+
+        Returns the state, of a finished script without metrics with the sentence how to log some.
+        """
+        try:
+            if reader is not None:
+                for warning in reader.finish():
+                    self.report.note(warning)
+            is_finished_script = self.config.trainer.script and state.status == "finished"
+            logs_elsewhere = URI_VARIABLE in self.config.launch.env
+            if not is_finished_script or logs_elsewhere or has_metrics(self.folder):
+                return state
+        except (HpcdistError, OSError) as error:
+            self.report.note(f"the journal cannot be read: {error_text(error)}")
+            return state
+        return replace(state, reason=f"{state.reason}; {NO_METRICS}")
 
     def _drain(self, shipper: ShipperProcess) -> None:
         """Wait until MLflow has all records, for a bounded time."""

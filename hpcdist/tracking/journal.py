@@ -313,8 +313,8 @@ def _reason(error: OSError) -> str:
 
 # Reading of journal files in chunks of bounded size; lines that are not records are skipped with a warning.
 
-#: A process that a rank has started writes files of its own.
-_FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.jsonl")
+#: A process that a rank has started writes files of its own, and so does the reader of a script's files.
+_FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+|\.files)?\.jsonl")
 #: Size of one read: bounds the memory of a reader for any length of file or line.
 CHUNK_BYTES = MAX_LINE_BYTES
 

@@ -35,6 +35,27 @@ def run_id_of(run: RunDir) -> str:
     return hashlib.sha256(f"{run.experiment}/{run.name}".encode()).hexdigest()[:32]
 
 
+def not_reserved(key: str) -> str:
+    """Return the name of a script's metric, with a prefix if hpcdist logs metrics of its own beside it."""
+    if str(key).startswith(RESERVED_PREFIXES):
+        return SCRIPT_PREFIX + key
+    return key
+
+
+def has_metrics(run: RunDir) -> bool:
+    """Return whether the code of a run has logged a metric, besides those that hpcdist measures."""
+    for file in journal.journal_files(run.journal):
+        offset = 0
+        while True:
+            chunk = journal.read_chunk(file.path, offset, final=True)
+            if any(not_reserved(key) == key for record in chunk.records for key in record.metrics):
+                return True
+            if chunk.offset == offset:
+                break
+            offset = chunk.offset
+    return False
+
+
 class Value(NamedTuple):
     """The value of a metric at a step."""
 
@@ -124,9 +145,9 @@ class RankRecords:
 
     def _not_reserved(self, key: str) -> str:
         """Return the name of a metric, with a prefix if hpcdist logs metrics of its own beside it."""
-        if not str(key).startswith(RESERVED_PREFIXES):
+        renamed = not_reserved(key)
+        if renamed == key:
             return key
-        renamed = SCRIPT_PREFIX + key
         self._warn_once(f"metric {key[:80]} is logged as {renamed[:80]}: {key.partition('/')[0]}/ is for hpcdist's own")
         return renamed
 

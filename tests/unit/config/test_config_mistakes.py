@@ -45,6 +45,12 @@ from hpcdist.errors import ConfigError, shown
         ("checkpoint: {keep_last: 1}", "checkpoint.keep_last must be >= 2, got 1"),
         ("experiment: a/b", "experiment must be a plain folder name (letters, digits, '.', '_', '-'), got 'a/b'"),
         ("experiment: ''", "experiment must not be empty"),
+        ("tracking: {stdout_metrics: {loss: 'loss ('}}",
+         "tracking.stdout_metrics.loss: 'loss (' is no regular expression: missing ), unterminated subpattern at"
+         " position 5"),
+        ("tracking: {stdout_metrics: {loss: '(?P<step>[0-9]+) loss'}}",
+         "tracking.stdout_metrics.loss: '(?P<step>[0-9]+) loss' has no group for the value: put the number in"
+         " parentheses, as in 'loss ([0-9.]+)'"),
         ("trainer: 'a b:c'", "trainer.target must look like package.module:function, got 'a b:c'"),
         # Interpolations.
         ("params: {x: '${nope}'}", "params.x: Interpolation key 'nope' not found"),

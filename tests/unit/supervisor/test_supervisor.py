@@ -1,15 +1,18 @@
 """Supervisor with fake ranks (`support/fake_rank.py`): processes that write the files of a rank."""
 
 import itertools
+import json
 import os
 import pty
 import select
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hpcdist_runs import wait_for
@@ -25,6 +28,7 @@ from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
 from hpcdist.supervisor.parents import ParentRanks
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
+from hpcdist.tracking.journal import read_records
 from hpcdist.tracking.run_tags import state_tags
 
 #: All tests of this file may start processes.
@@ -519,6 +523,53 @@ def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -
         "train.py ended with exit status 0 and saved checkpoints/new.pt; a resume starts it again, with its files in"
         " the run's checkpoints/ (a rank)"
     )
+
+
+def test_output_of_a_script_is_in_the_journal_before_the_run_ends(scene: Scene) -> None:
+    scene.trainer, scene.tracking, scene.num_ranks = {"script": ["train.py"]}, {"stdout_metrics": {"loss": "(.+)"}}, 1
+    scene.run.config.write_text("{trainer: {script: [train.py]}, tracking: {stdout_metrics: {loss: '(.+)'}}}")
+    scene.script(first=[[["print", "0.5"], *fails("nan")]], second=[[["print", "0.25"], *DONE]])
+    at_end: list[set[str]] = []
+    supervisor = scene.supervisor()
+    write = supervisor._write
+
+    def note_files(state: State) -> None:
+        if state.status == "finished":
+            at_end.append({path.name for path in scene.run.journal.glob("*.jsonl")})
+        write(state)
+
+    supervisor._write = note_files  # type: ignore[method-assign]
+    assert scene.supervise(supervisor).reason == "all epochs are done"
+    names = ("attempt-001.rank-00000.files.jsonl", "attempt-002.rank-00000.files.jsonl")
+    assert at_end == [set(names)]
+    values = [record.metrics for name in names for record in read_records(scene.run.journal / name)[0]]
+    assert values == [{"loss": 0.5}, {"loss": 0.25}]
+
+
+def test_script_that_logs_nothing_ends_with_the_ways_to_log(scene: Scene) -> None:
+    scene.trainer, scene.tracking, scene.num_ranks = {"script": ["train.py"]}, {"script_files": False}, 1
+    scene.script(first=[DONE], second=[fails("nan")])
+    assert scene.supervise().reason == (
+        "all epochs are done; it logged no metrics: use MLflow, hpcdist.log, TensorBoard, a csv log or"
+        " tracking.stdout_metrics"
+    )
+    scene.launch = {"env": {"MLFLOW_TRACKING_URI": "https://mlflow.example.org"}}
+    (scene.run.path / "script.json").write_text(json.dumps({"2.0": DONE, "3.0": DONE}))
+    assert scene.supervise().reason == "all epochs are done"
+    scene.launch, scene.trainer = {}, {"target": "ddp"}
+    assert scene.supervise().reason == "all epochs are done"
+
+
+def test_run_ends_although_its_metrics_cannot_be_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.trainer, scene.num_ranks = {"script": ["train.py"]}, 1
+    monkeypatch.setattr(supervisor_module, "MetricsReader", Mock(side_effect=OSError(12, "Cannot allocate memory")))
+    shutil.rmtree(scene.run.journal)
+    scene.script(first=[DONE])
+    assert scene.supervise().reason == "all epochs are done"
+    assert scene.report.notes == [
+        "metrics in files of the script are not read: Cannot allocate memory",
+        f"the journal cannot be read: {scene.run.journal}: No such file or directory",
+    ]
 
 
 def test_script_rank_saves_although_another_loses_its_peer(scene: Scene) -> None:

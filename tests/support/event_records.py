@@ -1,0 +1,20 @@
+"""A TensorBoard event file that `torch.utils.tensorboard.SummaryWriter` of tensorboard 2.21 has written.
+
+The package is not installed for the tests. The calls were
+
+    writer.add_scalar("train/loss", 0.5, 1, walltime=1760000000.25)
+    writer.add_text("note", "hello", 1, walltime=1760000001)
+    writer.add_scalar("train/loss", float("nan"), 2, walltime=1760000002)
+    writer.add_scalar("new", 0.25, 7, walltime=1760000003, new_style=True)
+    writer.add_scalar("double", 0.1, -1, walltime=1760000004, new_style=True, double_precision=True)
+"""
+
+import base64
+
+EVENT_FILE = base64.b64decode(
+    "SAAAAAAAAAD+kkidCWepDUQTw9pBGg1icmFpbi5FdmVudDoyUi4KLHRlbnNvcmJvYXJkLnN1bW1hcnkud3JpdGVyLmV2ZW50X2ZpbGVfd3JpdG"
+    "VyG/YouyAAAAAAAAAAKe2pUAkAABAA3jnaQRABKhMKEQoKdHJhaW4vbG9zcxUAAAA/MExFIj0AAAAAAAAAYEnx7AkAAEAA3jnaQRABKjAKLgoR"
+    "bm90ZS90ZXh0X3N1bW1hcnlCDwgHEgQSAggBQgVoZWxsb0oICgYKBHRleHQc8ROKIAAAAAAAAAAp7alQCQAAgADeOdpBEAIqEwoRCgp0cmFpbi"
+    "9sb3NzFQAAwH+zAVb+KwAAAAAAAACGG8NLCQAAwADeOdpBEAcqHgocCgNuZXdCCAgBKgQAAIA+SgsKCQoHc2NhbGFycy0c91A7AAAAAAAAABoj"
+    "rFwJAAAAAd452kEQ////////////ASolCiMKBmRvdWJsZUIMCAIyCJqZmZmZmbk/SgsKCQoHc2NhbGFyc0QS7pQ="
+)

@@ -1,0 +1,81 @@
+"""Scalars in TensorBoard's event files."""
+
+import math
+from pathlib import Path
+
+import pytest
+from event_records import EVENT_FILE
+
+from hpcdist.tracking import event_files
+from hpcdist.tracking.event_files import read_scalars
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "events.out.tfevents.1760000000.n1"
+    path.write_bytes(EVENT_FILE)
+    return path
+
+
+def test_scalars_of_both_forms_are_read_and_texts_left_out(file: Path) -> None:
+    scalars, offset = read_scalars(file, 0)
+    assert offset == len(EVENT_FILE)
+    assert [(one.tag, one.step, one.value) for one in scalars if not math.isnan(one.value)] == [
+        ("train/loss", 1, 0.5),
+        ("new", 7, 0.25),
+        ("double", -1, 0.1),
+    ]
+    assert [(one.step, one.time_ms) for one in scalars][:2] == [(1, 1_760_000_000_250), (2, 1_760_000_002_000)]
+    assert read_scalars(file, offset) == ([], offset)
+
+
+def test_each_scalar_is_read_once_while_the_file_grows(file: Path) -> None:
+    scalars = []
+    offset = 0
+    for size in range(len(EVENT_FILE) + 1):
+        file.write_bytes(EVENT_FILE[:size])
+        new, offset = read_scalars(file, offset)
+        scalars += new
+    assert [one.tag for one in scalars] == ["train/loss", "train/loss", "new", "double"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [(3, "no record begins at byte 0"), (20, "the record at byte 0 has another checksum")]
+)
+def test_damaged_event_file_is_refused(file: Path, place: int, message: str) -> None:
+    file.write_bytes(EVENT_FILE[:place] + b"\xff" + EVENT_FILE[place + 1 :])
+    with pytest.raises(ValueError, match=message):
+        read_scalars(file, 0)
+
+
+def test_records_of_images_are_skipped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_files, "MAX_RECORD_BYTES", 50)
+    assert [one.tag for one in read_scalars(file, 0)[0]] == ["train/loss", "train/loss", "new"]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (b"\x2a\x7fabc", "a field is longer than its message"),
+        (b"\x2b", "a field of the unknown kind 3"),
+        (b"\x10\xff", "an integer without an end"),
+    ],
+)
+def test_damaged_event_is_refused(event: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(event_files._scalars_of(event))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "values"),
+    [
+        (b"\x08\x01\x15\x00\x00\x80\x3e", []),  # a field that is not read
+        (b"\x08\x01\x2a\x04\x00\x00\x80\x3e", [0.25]),  # listed floats
+        (b"\x08\x03\x3a\x0a\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01", [-2]),  # packed integers
+        (b"\x08\x03\x38\x05", [5]),  # one integer
+        (b"\x08\x09\x22\x08\x07\x00\x00\x00\x00\x00\x00\x00", [7]),  # 64-bit content
+        (b"\x08\x07\x42\x01a", []),  # a text
+    ],
+)
+def test_elements_of_tensors(tensor: bytes, values: list[float]) -> None:
+    assert event_files._elements(tensor) == values
