@@ -525,7 +525,7 @@ def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -
     )
 
 
-def test_output_of_a_script_is_in_the_journal_before_the_run_ends(scene: Scene) -> None:
+def test_script_output_is_in_the_journal_before_the_run_ends(scene: Scene) -> None:
     scene.trainer, scene.tracking, scene.num_ranks = {"script": ["train.py"]}, {"stdout_metrics": {"loss": "(.+)"}}, 1
     scene.run.config.write_text("{trainer: {script: [train.py]}, tracking: {stdout_metrics: {loss: '(.+)'}}}")
     scene.script(first=[[["print", "0.5"], *fails("nan")]], second=[[["print", "0.25"], *DONE]])
