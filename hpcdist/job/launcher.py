@@ -42,7 +42,7 @@ from hpcdist.supervisor.plan import code_env
 log = logging.getLogger(__name__)
 #: Time for srun to end after rank 0 has written its outcome; then the nodes are asked for running ranks. The
 #: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
-REPORTED_S = 20.0
+SRUN_END_S = 20.0
 MAX_QUERY_INTERVAL_S = 600.0
 #: Time until a restarted controller has reached its nodes: before that, it starts no step.
 CONTROLLER_S = 120.0
@@ -179,6 +179,7 @@ class SlurmLauncher:
         parts = role_nodes(config)
         hosts = hosts_by_rank(parts, used.names)
         task = task_command(self.run, self.config, self._python)
+        # Only if hpcdist has chosen the nodes; else srun uses all nodes of the allocation.
         chosen = used.names if used.chosen else ()
         command = step_command(config, attempt, task, self.box, chosen, overlap=bool(self.nodes.abandoned))
         # Roles on nodes of their own: a file names the node of each rank.
@@ -278,7 +279,7 @@ class SlurmLauncher:
 
     def _broken_step(self) -> str:
         """Return why no step can be started on the nodes: lost nodes, or steps that do not end; else ""."""
-        # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
+        # Raises an error if the controller does not answer: then no step starts, and all nodes would seem lost.
         running_steps(retry_s=client.JOB_RETRY_S)
         lost = self._lost_nodes()
         if lost:
@@ -321,11 +322,16 @@ class SlurmLauncher:
         return ", avoided from now on" if self.avoid else ""
 
     def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
+        """End the steps that were left running, also those of further `names`; return those that do not end, if any."""
         return end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks, self.nodes.abandoned)
 
     def _kill_ranks(self) -> list[str]:
-        answers = ranks_on_nodes(self.run, "kill", self.nodes.used, self._env)
-        return [node for node in self.nodes.used.names if answers.get(node) != []]
+        """Kill the ranks of the run without Slurm.
+
+        Returns the nodes on which ranks have survived, and those that do not answer.
+        """
+        survivors = ranks_on_nodes(self.run, "kill", self.nodes.used, self._env)
+        return [node for node in self.nodes.used.names if survivors.get(node) != []]
 
 
 class RankStep(ParentRanks):
@@ -333,10 +339,10 @@ class RankStep(ParentRanks):
 
     def __init__(self, parents: RankParents, attempt: Attempt, launcher: "SlurmLauncher") -> None:
         self.launcher = launcher
-        self._next_query = math.inf
-        self._query_interval_s = REPORTED_S
+        self._next_query = math.inf  #: on the monotonic clock; infinite while no query is planned
+        self._query_interval_s = SRUN_END_S
         self._seen_hosts: dict[int, str] = {}
-        self._messages = LogTail(parents.output, max_news_bytes=sys.maxsize)
+        self._messages = LogTail(parents.output, max_news_bytes=sys.maxsize)  #: of srun; all of them
         super().__init__(parents, attempt, launcher.num_ranks, env={"HPCDIST_ATTEMPT": str(attempt.number)})
 
     def host_of(self, rank: int) -> str:
@@ -395,6 +401,7 @@ class RankStep(ParentRanks):
     def _note_end_of_parents(self) -> None:
         retry(lambda: self._note_failed_tasks(self._messages.news()), self.parents.output)
         self._note_failed_tasks([self._last_line(self.parents.output)])  # a killed srun may leave an incomplete line
+        # Also a rank whose parent ended before it has failed, even if the process ended with 0.
         code = self.parents.process.wait() or 1
         self.exits = {**self.exits, **dict.fromkeys(self.remaining, code)}
 
@@ -407,7 +414,7 @@ class RankStep(ParentRanks):
             return
         if self.launcher.running_ranks() == set():
             log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
-            self.exits |= dict.fromkeys(self.remaining, 0)
+            self.exits |= dict.fromkeys(self.remaining, 0)  # rank 0's outcome says how the attempt ended
         self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
         self._next_query = now + self._query_interval_s
 
@@ -423,7 +430,7 @@ def job_resources(config: Config, nodes: Sequence[str], env: Mapping[str, str], 
     part_of: dict[str, RoleNodes] = {}
     for part, part_nodes in nodes_by_part(parts, nodes):
         part_of |= dict.fromkeys(part_nodes, part)
-    part_of |= dict.fromkeys(idle, parts[0])
+    part_of |= dict.fromkeys(idle, parts[0])  # a run with idle nodes has no `cluster.roles`, so one part
     hosts = hosts_by_rank(parts, nodes)
     roles = Roles.of(config.roles, len(hosts))
     ranks: dict[str, list[int]] = {host: [] for host in part_of}
@@ -453,6 +460,7 @@ def _cores_by_node(env: Mapping[str, str]) -> dict[str, int]:
     if not nodes or not counts:
         return {}
     try:
+        # Not strict: for a node without a number, `job_resources` takes that of the config.
         return dict(zip(expand(nodes), expand_tasks(counts), strict=False))
     except TopologyError:
         return {}

@@ -73,20 +73,30 @@ TRAINER_MODULES = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check
 #: Interval of the checks whether the processes of an attempt have ended.
 _END_POLL_S = 0.01
 #: At a lack of memory the kernel kills processes with a higher score first: a rank, not its parent.
-_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_OOM_SCORE_FILE = Path("/proc/self/oom_score_adj")
 _RANK_OOM_SCORE = 300  #: in addition to that of the parent
 _MAX_OOM_SCORE = 1000  #: of Linux
-#: srun splits lines after 1,024 bytes.
+#: Characters of an error in a report: srun splits lines after 1,024 bytes, and JSON makes a text longer.
 _MAX_TEXT = 500
 #: prctl(2): orphaned descendants become children of this process.
 _PR_SET_CHILD_SUBREAPER = 36
-#: Signals that a task of srun does not pass on to its rank: signals about its own faults, pipes and children, and
-#: signals of job control, which Slurm sends to all processes of a job. SIGTERM, which it sends to tasks, is passed on.
-_NOT_PASSED_ON = {
-    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
-    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
-    signal.SIGPIPE,
+_WITHOUT_HANDLER = {signal.SIGKILL, signal.SIGSTOP}
+#: Slurm sends them to all processes of a job, so also to the ranks.
+_JOB_CONTROL = {signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+#: They are about faults of the process that gets them.
+_FAULTS = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGTRAP,
+    signal.SIGSYS,
 }
+#: They are about pipes and children of the process that gets them.
+_PIPES_AND_CHILDREN = {signal.SIGPIPE, signal.SIGCHLD}
+#: Signals that a task of srun does not pass on to its rank. SIGTERM, which Slurm sends to tasks, is passed on.
+_NOT_PASSED_ON = _WITHOUT_HANDLER | _JOB_CONTROL | _FAULTS | _PIPES_AND_CHILDREN
 
 
 def main() -> None:
@@ -100,15 +110,17 @@ def main() -> None:
     if how == "fork":
         problem = prepare_to_fork(parent.run, float(limit_s), is_local=own_rank is None)
         parent.forks = not problem
-    own_env = parent.serve(problem)
-    # From here on, this process is a rank.
+    rank_env = parent.serve(problem)
+    # Only a rank gets here.
     if not parent.forks:
-        os.execvpe(command[0], command, {**parent.env, **own_env})
-    os.environ.update(own_env)
+        os.execvpe(command[0], command, {**parent.env, **rank_env})
+    os.environ.update(rank_env)
     worker = importlib.import_module(RANK_MODULE)
-    # As if the interpreter had been started with the rank's command: user code may read both.
+    # As if the interpreter had been started with the rank's command, `python … -m MODULE FOLDER`: user code may read
+    # both.
     sys.argv = [str(worker.__file__), folder]
-    sys.orig_argv[:] = [*sys.orig_argv[: sys.orig_argv.index(PARENT_MODULE)], RANK_MODULE, folder]
+    python_words = sys.orig_argv[: sys.orig_argv.index(PARENT_MODULE)]
+    sys.orig_argv[:] = [*python_words, RANK_MODULE, folder]
     worker.main()
 
 
@@ -129,15 +141,16 @@ def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
         return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
     finally:
         faulthandler.cancel_dump_traceback_later()
-    # Threads do not exist in a forked process, and CUDA fails there once it is initialised. The exit code of a trial
-    # fork shows whether it is; the fork handlers also end the threads of OpenBLAS, which NumPy starts at its import if
-    # OMP_NUM_THREADS > 1.
+    # CUDA fails in a forked process if its parent has initialised it. torch knows that in a fork only, so a trial fork
+    # reports it by its exit code.
     pid = os.fork()
     if pid == 0:
-        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+        os._exit(int(sys.modules["torch"].cuda._is_in_bad_fork()))
     _, status = os.waitpid(pid, 0)
     if status != 0:
         return "the imports have initialised CUDA"
+    # Threads do not exist in a forked process. NumPy starts threads of OpenBLAS at its import if OMP_NUM_THREADS > 1,
+    # but OpenBLAS has ended them before the fork above.
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
         return f"the imports have started {num_threads - 1} threads"
@@ -198,7 +211,7 @@ class Parent:
         self._children_before = frozenset(_children())
         self._requests = os.dup(0)
         self._reports = os.dup(1)
-        # The imports may print, and ranks have no standard input.
+        # From now on, output of the imports goes to standard error, and standard input is empty, as it is for ranks.
         os.dup2(2, 1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -271,7 +284,7 @@ class Parent:
         attempt = self.run.attempt(request["start"])
         place = {"rank": number, "attempt": attempt.number}
         for rank in self._ranks.values():
-            if rank.attempt != attempt.number:
+            if rank.attempt != attempt.number:  # `_end` forgets the ranks that it could kill
                 error = f"process {rank.pid} of attempt {rank.attempt} survives SIGKILL on this node"
                 self._report(**place, error=error)
                 return None
@@ -284,11 +297,11 @@ class Parent:
         counts_before = memory_counts()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
-            # An interpreter would import from another folder in its place.
+            # If another folder were in the place of the run's, a new interpreter would import code from it.
             require_same(self.run.path, self.env)
             with retry.patient(FILE_TIMEOUT_S):
-                log = retry.retry(lambda: os.open(attempt.log(number), flags, 0o666), attempt.path)
-            pid = fork_rank(lambda: self._become_rank(number, attempt.number, log), ignored, blocked)
+                output = retry.retry(lambda: os.open(attempt.log(number), flags, 0o666), attempt.path)
+            pid = fork_rank(lambda: self._become_rank(number, attempt.number, output), ignored, blocked)
         except (OSError, HpcdistError) as error:
             self._report(**place, error=f"its parent process cannot start it: {error}"[:_MAX_TEXT])
             return None
@@ -297,7 +310,7 @@ class Parent:
             if self.own_rank is not None:  # Slurm has set it to the process id of the parent
                 env["SLURM_TASK_PID"] = str(os.getpid())
             return env
-        _close(log)
+        _close(output)
         rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid), counts_before)
         self._ranks[number] = rank
         self._report(**place, pid=pid)
@@ -307,22 +320,26 @@ class Parent:
             self._signal(signal_number)
         return None
 
-    def _become_rank(self, number: int, attempt: int, log: int) -> None:
-        """Give this forked process the output, name and signals of a rank, and nothing else of its parent."""
+    def _become_rank(self, number: int, attempt: int, output: int) -> None:
+        """Give this forked process the output, name and signals of a rank, and nothing else of its parent.
+
+        Args:
+            output: descriptor of the rank's log.
+        """
         os.close(self._requests)
         os.close(self._reports)
         for rank in self._ranks.values():
             os.close(rank.descriptor)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        _close(log)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        _close(output)
         if self.own_rank is not None:
             for signal_number in signal.valid_signals() - _NOT_PASSED_ON:
                 signal.signal(signal_number, signal.SIG_DFL)
         os.sched_setaffinity(0, self._affinity)
         with suppress(OSError):
-            score = int(_OOM_SCORE.read_text()) + _RANK_OOM_SCORE
-            _OOM_SCORE.write_text(str(min(_MAX_OOM_SCORE, score)))
+            score = int(_OOM_SCORE_FILE.read_text()) + _RANK_OOM_SCORE
+            _OOM_SCORE_FILE.write_text(str(min(_MAX_OOM_SCORE, score)))
         # As `ps` and `pkill` show it, and `shown_place` reads it: the kernel allows 15 characters.
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{number}/{attempt}".encode())
         numpy = sys.modules.get("numpy.random")
@@ -330,10 +347,11 @@ class Parent:
             numpy.seed()  # Python's `random` does this itself
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal to this task: send it to its rank, or keep it for the next one."""
         if any(not rank.has_ended for rank in self._ranks.values()):
             self._signal(number)
         else:
-            # For the next rank, such as a preemption between two attempts.
+            # Such as the signal of a preemption between two attempts.
             self._waiting_signals.append(number)
 
     def _signal(self, number: int) -> None:
@@ -342,7 +360,8 @@ class Parent:
                 signal.pidfd_send_signal(rank.descriptor, number)
 
     def _note_end(self, rank: _Rank) -> None:
-        # The process is not reaped: its process group may outlive it, and keeps its number.
+        """Report how a rank has ended."""
+        # WNOWAIT leaves it a zombie: its number, which is that of its process group, is not given to another process.
         ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None, "the process has ended"
         code = ended.si_status
@@ -363,7 +382,7 @@ class Parent:
                     with suppress(ProcessLookupError):
                         kill(rank.pid, signal.SIGKILL)
             for child in self._descendants():
-                os.kill(child, signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)  # never fails: a child that has ended is a zombie until it is reaped
             self._reap()
             if not self._ranks and not self._descendants():
                 self._report(over=attempt)
@@ -389,10 +408,10 @@ class Parent:
         return [pid for pid in _children() if pid not in self._children_before]
 
 
-def _close(log: int) -> None:
+def _close(descriptor: int) -> None:
     """Close a file to which this process has written nothing, so that an error of the file system does not matter."""
     with suppress(OSError):
-        os.close(log)
+        os.close(descriptor)
 
 
 def _is_readable(descriptor: int) -> bool:

@@ -20,7 +20,7 @@ from hpcdist.host import retry
 from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import attempt_times
-from hpcdist.run.attempt_times import AttemptTimes, read_times, write_times
+from hpcdist.run.attempt_times import AttemptTimes, Resources, read_times, write_times
 from hpcdist.run.fitted_batch import fit
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.run.reached_steps import reached_step
@@ -98,12 +98,17 @@ class Supervisor:
         #: Number of restarts that `launch.max_restarts` does not limit: other or more nodes, smaller micro-batches.
         self._moves = 0
         self._state = State(status="created")
-        self._attempt: Attempt | None = None
+        #: The last attempt whose ranks this process has started; None before the first one.
+        self._last_attempt: Attempt | None = None
         self._signals = SignalRequests(in_job=self.job is not None)
         #: Set after the ranks have ended if Slurm is ending the job without a signal to this process.
         self._job_request: StopRequest | None = None
-        self._began = time.time()
-        #: About the last attempt; see `killed_beside`.
+        self._began = time.time()  #: this supervisor, in seconds since the epoch
+        #: Of the running or last attempt: the resources of its ranks, and what is recorded about its times.
+        self._resources: Resources
+        self._times: AttemptTimes
+        #: Which processes beside the ranks the kernel has killed for lack of memory in the last attempt: a clause, or
+        #: "" without any.
         self._killed_beside = ""
 
     def run(self) -> State:
@@ -136,7 +141,8 @@ class Supervisor:
             reader = self._start_reader()
             failure: Exception | None = None
             try:
-                # Here as well, so that the error below, whose text the state gets, is the explained one.
+                # As around the whole block, so that the error handled below, whose text the state gets, already says
+                # that the run folder was replaced.
                 with explain_replacement(self.folder.path, self.env):
                     state = self._attempts(notifier)
             except LeaseLostError:
@@ -225,6 +231,7 @@ class Supervisor:
             self.job.release_nodes()
 
     def _write(self, state: State) -> None:
+        """Write the state of the run. Raises LeaseLostError if another supervisor holds the run."""
         self.check_lease()
         self._state = state
         self.folder.write_state(state)
@@ -257,12 +264,17 @@ class Supervisor:
             event, reason = "restarted", facts.reason
 
     def _begin_attempt(self, restarts: int) -> Attempt:
+        """Create the folder of an attempt, and record its beginning.
+
+        Args:
+            restarts: number of restarts of the run, this one included.
+        """
         attempt = self.folder.new_attempt()
         num_ranks = self.launcher.num_ranks
         self._write(replace(self._state, attempt=attempt.number, restarts=restarts, world_size=num_ranks))
-        if self._attempt is not None:
+        if self._last_attempt is not None:
             # A request may have reached the previous attempt after its failure.
-            late = self._request_of(self._attempt)
+            late = self._request_of(self._last_attempt)
             if late is not None and late.ends_run:
                 attempt.send_request(late)
         self._resources = self.launcher.resources
@@ -278,13 +290,14 @@ class Supervisor:
         return attempt
 
     def _attempt_before(self, attempt: Attempt) -> Attempt | None:
+        """Return the attempt before one, also of an earlier supervisor; None before the first one."""
         if attempt.number == 1:
             return None
         return self.folder.attempt(attempt.number - 1)
 
     def _run_attempt(self, attempt: Attempt) -> Outcome:
         """Start the ranks, watch them until all have ended, and return how they ended."""
-        self._attempt = attempt
+        self._last_attempt = attempt
         self._killed_beside = ""
         self._write_request(attempt)  # of a signal that arrived between two attempts
         try:
@@ -527,6 +540,7 @@ class Supervisor:
         return state
 
     def _requeue(self, ending: Ending) -> Ending:
+        """Requeue the job. Returns the ending; `stopped` if Slurm refuses."""
         assert self.job is not None, "without a job, no run is requeued"
         try:
             self.job.requeue()

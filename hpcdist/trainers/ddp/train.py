@@ -59,8 +59,9 @@ def train(ctx: Context, cfg: Config) -> None:
         progress.total_steps, model=model, optimizer=optimizer, scaler=scaler, position=progress, local=meter
     )
     ctx.timer.training_begins()  # until here counts as start-up, from here to the end of the first step as compilation
-    is_order_free = ctx.world_size <= MAX_ORDER_FREE_RANKS
-    if not is_order_free and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
+    # The gradients of two ranks have one order of addition only, and with `exact`, hpcdist adds in a fixed order.
+    has_fixed_order = ctx.world_size <= MAX_ORDER_FREE_RANKS or cfg.elastic.exact
+    if not has_fixed_order:
         settle_order_of_gradients(ctx, cfg, data, model)
 
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
@@ -194,12 +195,13 @@ def elastic_steps(
     batches = data.train.batches(index_batches, epoch=progress.epoch)
 
     def micro_batches(step: int) -> Iterator[WeightedBatch]:
-        # When its last micro-batch has been taken, DDP or `elastic.micro_batches` has summed the gradients over ranks.
+        # At the end of the loop the gradients have been summed over the ranks, by DDP or by `elastic.micro_batches`.
         for micro in ctx.elastic.micro_batches(model, step, num_samples):
             images, labels = next(batches)
             yield images, labels, micro.weight
 
-    return map(micro_batches, itertools.count(progress.step))
+    steps = itertools.count(progress.step)  # of the whole training: the caller takes those of one epoch
+    return map(micro_batches, steps)
 
 
 def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:
@@ -257,7 +259,8 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         if ctx.world_size > 1:
             dist.broadcast(buffer, src=0)
     module.eval()
-    results = [torch.zeros(2, 0, device=ctx.device)]  # loss and correctness of each sample
+    # Loss and correctness of each sample, [2, n] per batch. The first entry is for a rank without samples.
+    results = [torch.zeros(2, 0, device=ctx.device)]
     num_cells = 0  # of the confusion matrix; 0 disables it
     if data.num_classes <= MAX_CLASSES:
         num_cells = data.num_classes**2
@@ -270,7 +273,8 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         losses = F.cross_entropy(logits.float(), labels, reduction="none")
         results.append(torch.stack([losses, (predicted == labels).float()]))
         if num_cells:
-            confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
+            cells_of_samples = labels * data.num_classes + predicted  # row by row, as `confusion_matrix` reads them
+            confusion.index_add_(0, cells_of_samples, torch.ones_like(labels))
         ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
     by_sample = torch.cat(results, dim=1).cpu().double()
     own_sums = [*by_sample.sum(dim=1).tolist(), *confusion.tolist()]
