@@ -253,6 +253,7 @@ def results(run: RunDir) -> tuple[dict[str, Tensor], dict[tuple[str, int], float
     return load_weights(max(run.checkpoints.glob("step-*"))), found
 
 
+@pytest.mark.slow
 def test_runs_continue_with_other_numbers_of_replicas(tmp_path: Path) -> None:
     """A stop after step 2 is between two logged steps: the sums of the first steps are part of the next point."""
     run = new_run(tmp_path, "two")
