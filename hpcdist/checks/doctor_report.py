@@ -15,7 +15,9 @@ from typing import Any
 from hpcdist.checks import machine_checks
 from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
+from hpcdist.checks.resource_checks import ResourceLimits, resource_checks
 from hpcdist.checks.runs_folder_checks import folder_checks
+from hpcdist.checks.runtime_checks import COMMAND_TIMEOUT_S, Host, runtime_checks
 from hpcdist.checks.slurm_checks import SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
@@ -102,7 +104,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
         return machine_checks.all_gpu_checks(known, visible, gpu_device_files(), driver_version())
 
     def resources() -> list[Check]:
-        return machine_checks.resource_checks(machine_checks.ResourceLimits.inspect())
+        return resource_checks(ResourceLimits.inspect())
 
     def runs() -> list[Check]:
         return folder_checks(folder, on_cluster=slurm().reached, in_container=in_container)
@@ -115,8 +117,8 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
         return machine_checks.host_name_checks(host, result, is_node=is_node)
 
     def runtimes() -> list[Check]:
-        host = machine_checks.Host.inspect(user, gpu_device_files() > 0, slurm().proctrack)
-        return machine_checks.runtime_checks(host, expected=not in_container)
+        host = Host.inspect(user, gpu_device_files() > 0, slurm().proctrack)
+        return runtime_checks(host, expected=not in_container)
 
     folder_fix = f"its file system hangs: see `df {folder}`, or set another HPCDIST_RUNS_DIR"
     store_fix = "its host name may not resolve, or its database hangs; metrics wait in the run folder"
@@ -131,7 +133,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
         Section("Slurm", lambda: client_checks(slurm(), user, in_container=in_container), timeout_s=SLURM_S),
         Section("Partitions", lambda: partition_checks(slurm()), timeout_s=SLURM_S),
         Section("End of jobs", lambda: job_end_checks(slurm()), timeout_s=SLURM_S),
-        Section("Containers", runtimes, timeout_s=3 * machine_checks.TIMEOUT_S + SLURM_S),
+        Section("Containers", runtimes, timeout_s=3 * COMMAND_TIMEOUT_S + SLURM_S),
     ]
 
 

@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 
-from hpcdist.checks import machine_checks
-from hpcdist.checks.machine_checks import (
-    Host,
-    ResourceLimits,
-    all_gpu_checks,
-    host_name_checks,
-    resource_checks,
-    trial_checks,
-)
+from hpcdist.checks import machine_checks, runtime_checks
+from hpcdist.checks.machine_checks import all_gpu_checks, host_name_checks, trial_checks
 from hpcdist.checks.node_facts import GIB
+from hpcdist.checks.resource_checks import ResourceLimits, resource_checks
+from hpcdist.checks.runtime_checks import Host
 from hpcdist.host.check_result import Check
 from hpcdist.host.gpu_info import Gpu
 
@@ -210,7 +205,7 @@ WORKING = {
 def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.CompletedProcess[str]) -> list[Check]:
     """Return the results for the installed commands, which all work except for the changed answers."""
     answers = WORKING | changed
-    return machine_checks.runtime_checks(
+    return runtime_checks.runtime_checks(
         host, which=lambda name: name in installed, query=lambda command: answers[command[0]]
     )
 
@@ -228,7 +223,7 @@ def test_runtime_that_fails_is_a_note_beside_a_working_one() -> None:
     assert {check.level for check in found} == {"ok"}
     (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
-    assert machine_checks.runtime_checks(ADA, expected=False, which=lambda name: None) == []
+    assert runtime_checks.runtime_checks(ADA, expected=False, which=lambda name: None) == []
     docker, podman = checks_of_runtimes(ADA, "docker", "podman", docker=answer(code=1))
     assert (docker.level, podman.level) == ("note", "ok"), "one working runtime suffices"
 
@@ -291,7 +286,7 @@ def test_own_squashfuse_of_apptainer_must_not_get_slurms_signals(tmp_path: Path)
 @pytest.mark.processes
 def test_hanging_and_missing_commands_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine_checks, "TIMEOUT_S", 0.01)
-    hanging = machine_checks.run_command(["/bin/sleep", "60"])
+    monkeypatch.setattr(runtime_checks, "COMMAND_TIMEOUT_S", 0.01)
+    hanging = runtime_checks.run_command(["/bin/sleep", "60"])
     assert (hanging.returncode, hanging.stderr.strip()) == (-1, "no answer within 0.01 s")
-    assert machine_checks.run_command(["podman"]).returncode == -1
+    assert runtime_checks.run_command(["podman"]).returncode == -1
