@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from hpcdist.checks.node_links import TRANSFER_BYTES, shifts
 from hpcdist.config.topology import Topology
 from hpcdist.errors import HpcdistError
-from hpcdist.rank.private_network import interface_env
+from hpcdist.rank.network_interface import interface_env
 from hpcdist.rank.process_group import open_store
 from hpcdist.run.folder import RunDir
 

@@ -1,19 +1,17 @@
-"""The network of a rank: a namespace of its own on one machine, or the interface that reaches the master."""
+"""The private network of the ranks of a local run: a namespace whose loopback no other user of the machine reaches.
+
+Reference: https://man7.org/linux/man-pages/man7/network_namespaces.7.html
+"""
 
 import ctypes
 import fcntl
 import os
 import socket
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.data.download import missing
-from hpcdist.errors import TopologyError
-
-# A network namespace of the ranks of a local run, whose loopback no other user of the machine reaches.
-# Reference: https://man7.org/linux/man-pages/man7/network_namespaces.7.html
 
 #: Constants of Linux that Python's modules lack: unshare(2), netdevice(7), capset(2).
 _CLONE_NEWUSER = 0x10000000
@@ -21,6 +19,8 @@ _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 0x1
 _CAPABILITY_VERSION = 0x20080522
+#: Longest text of /proc/net/dev that is read.
+_MAX_COUNTERS_BYTES = 1 << 20
 #: Descriptor of the counters of this machine's network cards, opened before the namespace was entered; -1 outside one.
 _host_counters = -1
 
@@ -40,11 +40,14 @@ def card_counters() -> str:
     """Return /proc/net/dev of this machine, in a namespace as well."""
     if not is_private():
         return Path("/proc/net/dev").read_text()
-    return os.pread(_host_counters, 1 << 20, 0).decode()
+    return os.pread(_host_counters, _MAX_COUNTERS_BYTES, 0).decode()
 
 
 def why_refused() -> str:
-    """Return why the kernel or the container refuses the namespace to this user; empty if it does not."""
+    """Return why the kernel or the container refuses the namespace to this user; empty if it does not.
+
+    Tries it in another process, since a process cannot return from a namespace.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,7 +67,8 @@ def why_refused() -> str:
 def enter() -> None:
     """Move this process into a namespace of its own, if that is possible. It must have one thread."""
     global _host_counters
-    if why_refused():  # tried in another process: a namespace without loopback would be worse than none
+    # Tried before, because a namespace whose loopback interface cannot be started would be worse than none.
+    if why_refused():
         return
     counters = os.open("/proc/net/dev", os.O_RDONLY)
     _unshare()
@@ -75,17 +79,22 @@ def _unshare() -> None:
     """Enter a network namespace, and start its loopback interface. Raises OSError if that is refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.geteuid(), os.getegid()
-    needs_user = bool(libc.unshare(_CLONE_NEWNET))
-    if needs_user:
+    # Only root may create a network namespace alone; other users need a user namespace around it.
+    needs_user_namespace = libc.unshare(_CLONE_NEWNET) != 0
+    if needs_user_namespace:
         _check(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET))
+        # Inside, user and group keep their numbers. Without `deny`, the kernel refuses the map of groups.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
-    if needs_user:
-        # The capabilities would let ranks write to their user's read-only files.
-        _check(libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)))
+        request = struct.pack("16sh22x", b"lo", _IFF_UP)  # struct ifreq: name, flags, padding
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, request)
+    if needs_user_namespace:
+        # Drop the capabilities in the user namespace, which would let ranks write to their user's read-only files.
+        this_thread = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+        no_capabilities = bytes(24)  # two times the effective, permitted and inheritable ones, of 4 bytes each
+        _check(libc.capset(this_thread, no_capabilities))
 
 
 def _check(result: int) -> None:
@@ -93,43 +102,3 @@ def _check(result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-# The network interface over which a node reaches rank 0.
-
-#: Port of the discard protocol.
-_DISCARD_PORT = 9
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-
-
-def address_towards(host: str) -> str:
-    """Return the IPv4 address of this node on its route to a host. Raises OSError if the name does not resolve."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # This sends no packet: connecting a datagram socket only looks up the route. Any port will do.
-        probe.connect((socket.gethostbyname(host), _DISCARD_PORT))
-        return str(probe.getsockname()[0])
-
-
-def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that bind gloo, NCCL and TensorPipe to the interface that routes to the master.
-
-    By default these libraries look up their own host name, which may be slow or resolve to an interface that other
-    nodes cannot reach. Variables that are already set are left out. Raises TopologyError if the name of the master does
-    not resolve.
-    """
-    unset = [name for name in INTERFACE_VARIABLES if not env.get(name)]
-    if not unset:
-        return {}
-    try:
-        address = address_towards(master_addr)
-    except OSError as error:
-        raise TopologyError(
-            f"the master {master_addr!r} cannot be reached from {socket.gethostname()} ({error}): does its name resolve"
-            " on every node? HPCDIST_MASTER_ADDR can name an address instead"
-        ) from error
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
-            return dict.fromkeys(unset, name)
-    return {}

@@ -35,7 +35,7 @@ from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.admission import Admission, CurveKeys
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import Buffer, cut, split, take_frame
-from hpcdist.rank.private_network import address_towards
+from hpcdist.rank.network_interface import address_towards
 from hpcdist.rank.rpc_values import decode, encode, from_parts, to_frames
 
 log = logging.getLogger(__name__)

@@ -250,7 +250,7 @@ class RunningScript:
 
         from hpcdist.rank.device import initialized_device
         from hpcdist.rank.live_commands import LiveCommands
-        from hpcdist.rank.private_network import interface_env
+        from hpcdist.rank.network_interface import interface_env
         from hpcdist.rank.process_group import call_of_all_ranks
         from hpcdist.rank.stopping import StopAgreement
 

@@ -250,7 +250,7 @@ def _set_variables_of_torch(config: Config, topology: Topology, role: str) -> No
         # Otherwise a rank that computes on the CPU could initialise the GPUs of others.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if topology.launcher == "slurm":
-        from hpcdist.rank.private_network import interface_env
+        from hpcdist.rank.network_interface import interface_env
 
         os.environ.update(interface_env(topology.master_addr, os.environ))
 

@@ -18,7 +18,7 @@ from hpcdist.config.topology import port_for
 from hpcdist.errors import ConfigError, plural
 from hpcdist.host.gpu_info import count_gpus, selected_gpus
 from hpcdist.host.machine import num_cores
-from hpcdist.rank.private_network import INTERFACE_VARIABLES
+from hpcdist.rank.network_interface import INTERFACE_VARIABLES
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE
 from hpcdist.run.script_ranks import Spawn
 

@@ -46,9 +46,9 @@ NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor cli
 checks.doctor_page checks.doctor_report checks.machine_checks
 checks.node_facts checks.node_links checks.node_probe checks.preflight
-checks.runs_folder_checks checks.slurm_checks checks.store_checks
+checks.resource_checks checks.runs_folder_checks checks.runtime_checks checks.slurm_checks checks.store_checks
 trainers.comm.results
-rank.processes rank.parent rank.private_network
+rank.processes rank.parent rank.private_network rank.network_interface
 """.split()  # noqa: SIM905
 
 ORDER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}

@@ -21,7 +21,7 @@ from hpcdist.config.training_schema import DataConfig, TrainerConfig
 from hpcdist.errors import TopologyError, TrainerError
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.rank import private_network
-from hpcdist.rank.private_network import INTERFACE_VARIABLES, interface_env
+from hpcdist.rank.network_interface import INTERFACE_VARIABLES, interface_env
 from hpcdist.rank.worker import Outcome, at_step, exit_as_return, load_trainer
 from hpcdist.run.folder import RunDir
 
