@@ -43,7 +43,7 @@ class _Short(reprlib.Repr):
     def repr_str(self, value: str, _level: int) -> str:
         if len(value) <= MAX_SHOWN:
             return repr(value)
-        # No part of a long string: `redaction.hide_values` cannot find a partial secret.
+        # A string in a container, without its beginning: in there, `redaction.hide_values` finds no shortened secret.
         return f"'...' ({len(value):,} characters)"
 
     def repr_int(self, value: int, _level: int) -> str:
@@ -73,8 +73,10 @@ def shortened(text: str, limit: int = 120) -> str:
     """Return `text` with its middle replaced by `...` if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
+    mark = "..."
     end = limit // 5
-    return f"{text[: limit - end - 3]}...{text[-end:]}"
+    beginning = limit - end - len(mark)
+    return f"{text[:beginning]}{mark}{text[-end:]}"
 
 
 #: Advice if no process or thread can be started.
@@ -133,10 +135,18 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}s"
 
 
+#: Seconds and name of a unit of time, and of the next smaller one.
+_UNITS = (
+    (24 * 3600, "d", 3600, "h"),
+    (3600, "h", 60, "min"),
+    (60, "min", 1, "s"),
+)
+
+
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units: `4.2 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
     whole_s = round(seconds)
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for unit_s, unit, part_s, part in _UNITS:
         if whole_s >= unit_s:
             text = f"{whole_s // unit_s} {unit}"
             num_parts = whole_s % unit_s // part_s
@@ -154,7 +164,7 @@ def terminal_text(text: str) -> str:
     Logs, names and messages come from programs, other users and servers; they must not control the terminal.
     """
     text = _COLOUR.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0]).strip("'"), text)
 
 
 class HpcdistError(Exception):
@@ -188,7 +198,9 @@ class ConfigError(UserMistake):
             return
         if len(self.problems) > MAX_PROBLEMS:
             listed.append(f"and {len(self.problems) - MAX_PROBLEMS:,} more")
-        super().__init__("\n".join([f"{head}{len(self.problems):,} mistakes", *(f"  - {line}" for line in listed)]))
+        lines = [f"{head}{len(self.problems):,} mistakes"]
+        lines += [f"  - {line}" for line in listed]
+        super().__init__("\n".join(lines))
 
 
 class TopologyError(UserMistake):

@@ -21,6 +21,8 @@ DEFECT = 70
 #: Characters of an unexpected exception's text in a message; the file has the whole text.
 _MAX_REASON = 200
 
+#: Commands whose output is a log, in which an unexpected traceback stays.
+_LOGGED_COMMANDS = ("supervise", "in-job")
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Start runs": {"run": ("run", "submit", "resume", "config", "supervise", "in-job")},
@@ -93,22 +95,23 @@ def main() -> NoReturn:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # File names may be no text, and the encoding of the terminal may lack characters.
+            # File names may have bytes that are no text, and the encoding of the terminal may lack characters.
             stream.reconfigure(errors="backslashreplace")
-    is_completion = "_HPCDIST_COMPLETE" in os.environ
+    is_completion = "_HPCDIST_COMPLETE" in os.environ  # set by a shell that asks Typer for values
     command = ""
     if len(sys.argv) > 1 and not is_completion:
         command = sys.argv[1]
     try:
-        # Options such as --help, completion and unknown commands need all commands.
-        app = make_app(command if _is_command(command) else "")
+        # Options such as --help, completion and the message about an unknown command need all commands.
+        only = command if _is_command(command) else ""
+        app = make_app(only)
         code = app(standalone_mode=False, prog_name="hpcdist")
     except Exception as error:
         if is_completion:  # a message would garble the prompt of the shell
             sys.exit(1)
         if isinstance(error, (typer.Abort, EOFError)):
             sys.exit(INTERRUPTED)
-        if command in ("supervise", "in-job") and not isinstance(error, HpcdistError | OSError):
+        if command in _LOGGED_COMMANDS and not isinstance(error, HpcdistError | OSError):
             raise
         code, message = _explained(error)
         if message:

@@ -56,12 +56,14 @@ def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
         thread.join(LIMIT_S)
         return list(values)
 
-    complete.__annotations__ = {"ctx": typer.Context, "incomplete": str, "return": list[str]}
     return complete
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the visible folders in a folder, sorted by name; of runs of one trainer, the newest first."""
+    """Return the visible folders in a folder, sorted backwards by name.
+
+    The name of a run ends with its time by default, so the newest run of a trainer comes first.
+    """
     with os.scandir(folder) as entries:
         folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     return sorted(folders, key=lambda entry: entry.name, reverse=True)
@@ -137,6 +139,7 @@ def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 
 def argument(metavar: str, text: str, complete: Completer) -> Any:
+    """Return an argument, shown as `metavar`, with its help text and the values that the shell completes."""
     return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
 
 
@@ -145,9 +148,9 @@ def option(flag: str, metavar: str, text: str, complete: Completer | None = None
     return typer.Option(flag, metavar=metavar, help=text, autocompletion=complete, **more)
 
 
-def flag(flag: str, text: str) -> Any:
+def flag(name: str, text: str) -> Any:
     """Return an option without a value and without a negative form `--no-…`."""
-    return typer.Option(flag, help=text)
+    return typer.Option(name, help=text)
 
 
 # --- Configs
@@ -220,6 +223,7 @@ class ScriptCommand(TyperCommand):
             if word == "--":
                 break
             if _is_script(word):
+                # Click takes no word after `--` as an option.
                 args = [*args[:index], "--", *args[index:]]
                 break
         return super().parse_args(ctx, args)
@@ -239,9 +243,10 @@ def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list
     start = next((index for index, word in enumerate(words) if _is_script(word)), None)
     if start is None:
         return config, words[1:]
-    before, command = words[:start], words[start:]
+    before = words[:start]
+    command = words[start:]
     script = f"trainer.script={json.dumps(command, ensure_ascii=False)}"
-    if before and "=" not in before[0]:
+    if before and "=" not in before[0]:  # a config before the script
         return before[0], [*before[1:], script]
     from hpcdist.config.training_schema import script_name
     from hpcdist.run.config_origin import PLAIN_SCRIPT
@@ -289,7 +294,7 @@ def wrapped(console: Console, text: str, indent: int) -> str:
     if not console.is_terminal:
         return text
     wrapper = textwrap.TextWrapper(
-        width=max(console.width, 2 * indent),
+        width=max(console.width, 2 * indent),  # a narrow terminal must leave room for words after the indent
         subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,

@@ -30,26 +30,27 @@ from hpcdist.config.training_schema import (
 )
 from hpcdist.errors import ConfigError
 
-#: The keys on the first weights, which every trainer of a model reads, also one without the rest of the section.
+#: Keys of the section `model` that each trainer of a model reads, even if it reads no other key of this section.
 INITIAL_WEIGHT_KEYS = ("model.init_from", "model.init_from_skip")
 
 
 def unused_sections(trainer: str) -> set[str]:
     """Return the keys of the sections that a shipped trainer does not read; none for any other code.
 
-    Of the section `model` a trainer of a model reads the INITIAL_WEIGHT_KEYS in any case: see `is_unused`.
+    The section `model` may be among them although its INITIAL_WEIGHT_KEYS are read: see `is_unused`.
     """
     declared = find_trainer(trainer)
     if declared is None:
         return set()
-    return {*trainer_names(), *shared_sections()} - {trainer, *declared.shared_sections}
+    sections = {*trainer_names(), *shared_sections()}
+    return sections - {trainer, *declared.shared_sections}
 
 
 def is_unused(trainer: str, key: str) -> bool:
     """Return whether a shipped trainer does not read a dotted key of the config; False for any other code."""
     declared = find_trainer(trainer)
     if declared is not None and key in INITIAL_WEIGHT_KEYS:
-        return declared.is_benchmark
+        return declared.is_benchmark  # it trains no model
     return key.partition(".")[0] in unused_sections(trainer)
 
 
@@ -117,7 +118,7 @@ class Config(ConfigSection):
                 )
             if count < 1:
                 problems.append(f"roles.{role} must be >= 1, got {count}")
-        # runs_dir becomes a line of the batch script.
+        # runs_dir becomes a line of the batch script, which a newline in it would break.
         return problems + one_line(self, "runs_dir")
 
     @property
@@ -154,19 +155,21 @@ def to_tree(config: Config) -> dict[str, Any]:
 def role_device(config: Config, role: str) -> str:
     """Return the device of a role: `auto`, `cpu` or a type of GPU.
 
-    A role that requests no GPUs of the cluster, while others do, uses the CPU on every machine.
+    A role whose ranks get no GPUs on the cluster, while those of others do, uses the CPU on every machine. If no role
+    gets GPUs there, the config may not be for a cluster: then only a 0 in the request of the role itself counts.
     """
     if role in config.launch.devices:
         return config.launch.devices[role]
-    gpus_of_roles = {}
+    shared_gpus = config.cluster.gpus_per_node  # of roles without a number of their own
+    gpus_of_roles: dict[str, int] = {}
     for name, request in config.cluster.roles.items():
-        gpus_of_roles[name] = request.gpus_per_node
-        if request.gpus_per_node is None:
-            gpus_of_roles[name] = config.cluster.gpus_per_node
-    if gpus_of_roles.get(role, config.cluster.gpus_per_node) != 0:
+        gpus_of_roles[name] = shared_gpus
+        if request.gpus_per_node is not None:
+            gpus_of_roles[name] = request.gpus_per_node
+    if gpus_of_roles.get(role, shared_gpus) > 0:
         return config.launch.device
-    own_request = config.cluster.roles.get(role)
-    requests_none = own_request is not None and own_request.gpus_per_node == 0
+    role_request = config.cluster.roles.get(role)
+    requests_none = role_request is not None and role_request.gpus_per_node == 0
     if requests_none or any(gpus_of_roles.values()):
         return "cpu"
     return config.launch.device
@@ -186,18 +189,21 @@ def cross_check(config: Config) -> list[str]:
         problems += _trainer_problems(config)
     elif config.model.init_from:
         problems.append("model.init_from is not for scripts, which load their weights themselves: remove it")
-    nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
-    for keys, ranks in (("cluster.nodes × tasks_per_node", nodes * tasks), ("roles", sum(config.roles.values()))):
-        if ranks > MAX_RANKS:
-            problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {ranks}")
+    num_ranks_by_keys = {
+        "cluster.nodes × tasks_per_node": config.cluster.nodes * config.cluster.tasks_per_node,
+        "roles": sum(config.roles.values()),
+    }
+    for keys, num_ranks in num_ranks_by_keys.items():
+        if num_ranks > MAX_RANKS:
+            problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {num_ranks}")
     problems += _elastic_problems(config)
     if config.launch.device == "cpu" and config.precision.dtype == "fp16":
         problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
     if "trainer" in config.cluster.roles and not config.roles:
         problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]
-    for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
-        for role in set(named) - set(known):
+    for section, by_role in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
+        for role in set(by_role) - set(known):
             problems.append(f"{section}.{role}: no such role, `roles` has {', '.join(known)}")
     return problems
 

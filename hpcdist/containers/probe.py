@@ -25,7 +25,7 @@ PROBE_TIMEOUT_S = 300.0
 _OLDEST_PYTHON = (3, 11)
 #: Bytes at the start and at the end of an image file that its digest covers: reading gigabytes would delay each start.
 DIGEST_BYTES = 1 << 20
-#: Error messages of runtimes, which end like a failed command.
+#: The form of each runtime's error messages. By the exit code, a failed runtime looks like a failed rank.
 _MESSAGES = {
     "apptainer": re.compile(r"^(FATAL|ERROR)\s*:|^Error for command "),
     "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: |^Usage: enroot |^mkdir: .*enroot"),
@@ -33,9 +33,9 @@ _MESSAGES = {
 }
 #: slurmstepd adds the node's name where several slurmds share a machine.
 _PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd(?:-\S+)?): error: (pyxis:.*|execve\(\): .*)")
-#: Slurm's messages, and the progress of pyxis and apptainer.
-_NOT_ITS_OWN = re.compile(r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:")
-#: Errors that no retry solves, and what to do about them.
+#: Lines that explain no failed start: Slurm's messages, and the progress of pyxis and apptainer.
+_NO_REASON = re.compile(r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:")
+#: Patterns of errors that no retry solves, and what to do about them.
 _FIXES = (
     ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
     ("Invalid image reference", "write container.image as [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"),
@@ -69,7 +69,7 @@ def probe_outcome(
         why ranks cannot use the image, empty if they can,
         whether a retry may solve the problem.
     """
-    match = re.search(rf"{VERSIONS_MARK} (\{{.*\}})", output)
+    match = re.search(VERSIONS_MARK + r" (\{.*\})", output)  # the facts are one line of JSON
     if match is None:
         problem, may_pass = _start_problem(spec, errors, machine)
         return None, problem, may_pass
@@ -83,16 +83,18 @@ def probe_outcome(
 
 def _content_problem(spec: ContainerSpec, facts: Mapping[str, Any], python: tuple[int, int], machine: str) -> str:
     """Return why ranks cannot use an image that has started; empty if they can."""
-    version, own_version = facts.get("hpcdist"), hpcdist.__version__
+    version = facts.get("hpcdist")
+    outside = hpcdist.__version__
     if version is None:
-        return f"{spec.image} has no hpcdist for its {IMAGE_PYTHON}: install hpcdist {own_version} in the image"
-    if version != own_version:
-        return f"{spec.image} has hpcdist {version}, this is {own_version}: build it again, or install {version}"
+        return f"{spec.image} has no hpcdist for its {IMAGE_PYTHON}: install hpcdist {outside} in the image"
+    if version != outside:
+        return f"{spec.image} has hpcdist {version}, this is {outside}: build it again, or install {version}"
     # Ranks and supervisor exchange files, and the formats may change between commits of one version.
     if facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
         return f"{spec.image} has hpcdist {version} from other source files than this one: build it again"
     if python < _OLDEST_PYTHON:
-        return f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return f"{spec.image} has Python {facts['python']}; hpcdist needs {oldest} or newer"
     if spec.uses_gpus:
         old_driver = driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))
         if old_driver:
@@ -103,7 +105,9 @@ def _content_problem(spec: ContainerSpec, facts: Mapping[str, Any], python: tupl
 def image_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
     """Start the image once on this machine, if it has the runtime, and return why ranks cannot use it."""
     spec = planned_container(config, cwd, env)
-    if spec is None or spec.runtime == "pyxis" or shutil.which(spec.runtime, path=env.get("PATH")) is None:
+    if spec is None or spec.runtime == "pyxis":  # a plugin of srun, which starts containers in a job only
+        return []
+    if shutil.which(spec.runtime, path=env.get("PATH")) is None:
         return []
     command, outer = image_probe(spec, env)
     done = run_within(command, PROBE_TIMEOUT_S, env=outer)
@@ -122,13 +126,14 @@ def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str,
     # Nodes with the same problem share one line of the message; `on {}` stands for their names.
     nodes_by_problem: dict[str, list[str]] = {}
     may_all_pass = True
-    # srun's own errors carry no task label.
+    # Errors that srun itself reports have no label of a task: they may be about any of them.
     errors_of_srun = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
     for task, node in enumerate(nodes):
         messages = "\n".join([*errors_of_srun, lines_of_task(errors, task)])
         facts, problem, may_pass = probe_outcome(spec, lines_of_task(output, task), messages, node)
         if problem:
-            nodes_by_problem.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
+            shared_problem = problem.replace(f"on {node}", "on {}")
+            nodes_by_problem.setdefault(shared_problem, []).append(node)
             may_all_pass = may_all_pass and may_pass
         elif facts is not None:
             answers[node] = facts
@@ -137,13 +142,15 @@ def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str,
         for problem, names in nodes_by_problem.items():
             sentences.append(problem.replace("on {}", f"on {', '.join(names)}"))
         text = "; ".join(sentences)
-        raise HpcdistError(text) if may_all_pass else UserMistake(text)
+        if may_all_pass:
+            raise HpcdistError(text)
+        raise UserMistake(text)
     return answers[nodes[0]]
 
 
 def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str, bool]:
     """Return why an image did not start, and whether a retry may help."""
-    lines = _own_lines(errors)
+    lines = _runtime_lines(errors)
     for line in lines:
         if "is not installed on" in line:  # a message of `node_wrapper.sh`
             return line.removeprefix("hpcdist: "), False
@@ -165,7 +172,7 @@ def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
 
     A runtime that fails has the exit code of a failed command; only the form of its message shows the difference.
     """
-    reason = _reason(_own_lines(log))
+    reason = _reason(_runtime_lines(log))
     if code <= 0 or not _MESSAGES[runtime].search(reason):
         return None
     error = f"{runtime} could not start the container (exit code {code}): {reason}"
@@ -183,7 +190,7 @@ def _fix(text: str) -> str:
     return ""
 
 
-def _own_lines(text: str) -> list[str]:
+def _runtime_lines(text: str) -> list[str]:
     """Return the output of the runtime and its command, without Slurm's messages, progress, help and colours.
 
     pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
@@ -195,7 +202,7 @@ def _own_lines(text: str) -> list[str]:
         pyxis_error = _PYXIS_ERROR.match(line)
         if pyxis_error is not None:
             lines.append(pyxis_error[1].rstrip())
-        elif not _NOT_ITS_OWN.match(line):
+        elif not _NO_REASON.match(line):
             lines.append(line.strip())
     return lines
 
@@ -233,10 +240,11 @@ def image_digest(spec: ContainerSpec) -> str | None:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256(f"{size}\n".encode())
             # The start of an image file contains the date of its build.
-            parts = hashlib.sha256(f"{size}\n".encode() + file.read(DIGEST_BYTES))
+            digest.update(file.read(DIGEST_BYTES))
             file.seek(max(0, size - DIGEST_BYTES))
-            parts.update(file.read(DIGEST_BYTES))
+            digest.update(file.read(DIGEST_BYTES))
     except OSError:
         return None
-    return f"ends-sha256:{parts.hexdigest()}"
+    return f"ends-sha256:{digest.hexdigest()}"

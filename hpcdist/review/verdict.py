@@ -54,11 +54,11 @@ class Verdict:
 
     delta: float
     word: str
-    interval: tuple[float, float] | None = None  #: of 95 % of delta; None if it is unknown
-    method: str = ""  #: of the interval, or what is missing for one
+    interval: tuple[float, float] | None = None  #: the 95 % confidence interval of delta; None if it is unknown
+    method: str = ""  #: how the interval was computed, or what is missing for one
 
     def beside(self, other: str) -> str:
-        """Return `within noise of B`."""
+        """Return the word before the name of the other result: `within noise of B`."""
         return f"{_BESIDE[self.word]} {other}"
 
     @property
@@ -81,7 +81,7 @@ def judge(first: Measured, second: Measured) -> Verdict:
     if is_other_data(first.data, second.data):
         return Verdict(delta=delta, word=OTHER_DATA)
     interval = None
-    method = _MISSING
+    method = ""
     if _have_same_samples(first, second):
         interval = _paired_interval(first.samples, second.samples)
         method = f"paired, {len(first.samples):,} samples"
@@ -94,19 +94,24 @@ def judge(first: Measured, second: Measured) -> Verdict:
 
 
 def _word(interval: tuple[float, float], mode: str) -> str:
+    """Return whether a difference in this interval is better, worse or within noise."""
     low, high = interval
     if low <= 0 <= high:
         return NOISE
-    is_higher = low > 0
-    return BETTER if is_higher == (mode == "max") else WORSE
+    is_better = low > 0
+    if mode == "min":
+        is_better = high < 0
+    return BETTER if is_better else WORSE
 
 
 def _have_same_samples(first: Measured, second: Measured) -> bool:
     """Return whether both results have per-sample results of the same split of the same data."""
     if first.data is None or second.data is None or not first.data.digest:
         return False
-    is_same_data = (first.data.digest, first.data.split) == (second.data.digest, second.data.split)
-    return is_same_data and 0 < len(first.samples) == len(second.samples)
+    if (first.data.digest, first.data.split) != (second.data.digest, second.data.split):
+        return False
+    num_samples = len(first.samples)
+    return num_samples > 0 and len(second.samples) == num_samples
 
 
 def _paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
@@ -118,7 +123,7 @@ def _paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[f
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of differences without variance
         test = stats.ttest_rel(_floats(second), _floats(first))
-    return _finite(test.confidence_interval(CONFIDENCE))
+    return _known(test.confidence_interval(CONFIDENCE))
 
 
 def _interval_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
@@ -128,16 +133,16 @@ def _interval_of_means(first: Sequence[float], second: Sequence[float]) -> tuple
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of values without variance
         test = stats.ttest_ind(_floats(second), _floats(first), equal_var=False)
-    return _finite(test.confidence_interval(CONFIDENCE))
+    return _known(test.confidence_interval(CONFIDENCE))
 
 
 def _floats(values: Sequence[float]) -> list[float]:
-    """Return the values as floats: differences of the bytes of 0 and 1 would wrap around."""
+    """Return the values as floats: per-sample results may be bytes, whose difference 0 - 1 would be 255."""
     return [float(value) for value in values]
 
 
-def _finite(interval: Sequence[float]) -> tuple[float, float] | None:
-    """Return an interval; None if an end is not finite, or it has no width."""
+def _known(interval: Sequence[float]) -> tuple[float, float] | None:
+    """Return an interval; None if it is unknown: without variance, its ends are equal or not finite."""
     low, high = map(float, interval)
     if not (math.isfinite(low) and math.isfinite(high)) or low == high:
         return None

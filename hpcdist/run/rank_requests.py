@@ -102,6 +102,7 @@ class RequestReader:
 
 
 def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult) -> None:
+    """Write the result of a command on a rank."""
     write_json(attempt.command_result(number, rank), asdict(result))
 
 
@@ -188,6 +189,7 @@ def _has_no_steps(attempt: Attempt, rank: int) -> bool:
     account = beat.get("account")
     if not isinstance(account, dict) or account.get("cause") != "idle":
         return False
+    # `compile` is the first step of an attempt, which a rank that trains has had even if it is idle now.
     seconds = account.get("seconds")
     return isinstance(seconds, dict) and "compile" not in seconds
 
@@ -198,8 +200,9 @@ def _add_command(attempt: Attempt, text: str) -> int:
     write_atomic(temporary, text, mode=0o600)
     try:
         for number in itertools.count(1):
+            # Unlike a rename, a link fails if another sender has taken the number.
             with suppress(FileExistsError):
-                os.link(temporary, attempt.command(number))  # unlike a rename, it fails if the name is taken
+                os.link(temporary, attempt.command(number))
                 break
     finally:
         retry.discard(temporary)
