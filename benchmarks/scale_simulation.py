@@ -66,7 +66,7 @@ report({{"parent": rank, "ready": nodes[rank // {RANKS_PER_NODE}], "problem": ""
 attempt = json.loads(sys.stdin.readline())["start"]
 report({{"parent": rank, "rank": rank, "attempt": attempt, "pid": os.getpid()}} for rank in ranks)
 Path(os.environ["SCALE_END"]).read_text()  # a named pipe, to which the benchmark writes when the ranks have failed
-end = {{"attempt": attempt, "code": 1, "memory_limit": None}}
+end = {{"attempt": attempt, "code": 1, "memory_kill": None}}
 report({{"parent": rank, "rank": rank, **end}} for rank in reversed(ranks))
 for line in sys.stdin:
     if "end" in json.loads(line):
