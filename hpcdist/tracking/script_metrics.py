@@ -32,7 +32,7 @@ from hpcdist.host.locks import lock_now, open_lock
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.tracking.csv_logs import NotALog, read_rows
 from hpcdist.tracking.event_files import read_scalars
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal import JournalWriter, journal_files, read_records
 from hpcdist.tracking.output_metrics import CHUNK_BYTES, OutputPatterns, read_lines
 from hpcdist.tracking.rank_records import not_reserved
 from hpcdist.tracking.written_files import WrittenFile, is_event_file, read_written_files
@@ -40,6 +40,8 @@ from hpcdist.tracking.written_files import WrittenFile, is_event_file, read_writ
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+#: End of the name of the journal file with the metrics that this process has read.
+FILE_SUFFIX = ".files"
 #: Longest time between two saves of the state.
 SAVE_S = 20.0
 #: A file of an ended attempt that has changed so long after the last pass was changed by another program.
@@ -84,6 +86,8 @@ class ScriptMetrics:
             self._parts = _read_state(self._state)
         self._saved = ""
         self._saved_at = -math.inf
+        #: Up to which it is known that the script has logged nothing itself, by journal file.
+        self._searched: dict[Path, int] = {}
         #: Files that are not read.
         self._left_out: set[Path] = set()
         #: Size and time of a csv file that was read.
@@ -92,6 +96,9 @@ class ScriptMetrics:
     def read(self, *, over: bool) -> None:
         """Append what is new; the newest attempt has ended if it is `over`. Raises HpcdistError and OSError."""
         attempts = self._run.attempts()
+        if self._reads_files and self._logs_itself():
+            # Its files would repeat the metrics at other steps, as Lightning's csv log beside MLflow's autologging.
+            self._reads_files = False
         written = {attempt.number: read_written_files(attempt) for attempt in attempts if self._reads_files}
         for attempt in attempts:
             parts = self._parts.setdefault(attempt.number, ReadParts())
@@ -103,13 +110,24 @@ class ScriptMetrics:
             for number in sorted(written, reverse=True):
                 if number > attempt.number:
                     ends |= {file.path: file.start for file in written[number]}
-            with JournalWriter(self._run.journal, attempt.number, file_suffix=".files") as journal:
+            with JournalWriter(self._run.journal, attempt.number, file_suffix=FILE_SUFFIX) as journal:
                 self._read_files(written.get(attempt.number, []), ends, parts, journal, final=final)
                 if self._has_patterns:
                     self._read_output(attempt, parts, journal, final=final)
             parts.time = time.time()
             parts.complete = final
         self._save()
+
+    def _logs_itself(self) -> bool:
+        """Return whether the script has logged metrics with MLflow or hpcdist.log since the last call."""
+        for file in journal_files(self._run.journal):
+            if file.path.stem.endswith(FILE_SUFFIX):
+                continue
+            records, self._searched[file.path] = read_records(file.path, self._searched.get(file.path, 0))
+            for record in records:
+                if any(not_reserved(key) == key for key in record.metrics):
+                    return True
+        return False
 
     def _save(self) -> None:
         """Save how much has been read: at once if it is more than before, else now and then."""

@@ -18,7 +18,7 @@ from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor import children
 from hpcdist.supervisor.children import MetricsReader
-from hpcdist.tracking.journal import Record, journal_files, read_records
+from hpcdist.tracking.journal import JournalWriter, Record, journal_files, read_records
 from hpcdist.tracking.rank_records import has_metrics
 from hpcdist.tracking.script_metrics import ScriptMetrics, prefixes_of
 
@@ -179,6 +179,23 @@ def test_files_of_several_folders_and_names_are_told_apart() -> None:
     ]  # fmt: skip
     prefixes = ["", "acc_a/", "other/", "", "v1/", "train/", "fold/train/"]
     assert list(prefixes_of([Path(path) for path in paths]).values()) == prefixes
+
+
+def test_files_of_a_script_that_logs_itself_are_not_read(script: Script) -> None:
+    """Lightning writes a csv log beside MLflow's autologging, at steps of its own."""
+    reader = script.reader()
+    with JournalWriter(script.run.journal, script.attempt.number) as journal:
+        journal.log({"system/cpu_utilization_percentage": 5.0}, 1)
+    script.write("metrics.csv", "step,loss\n1,2.0\n")
+    reader.read(over=False)
+    assert script.points() == [("loss", 1, 2.0)], "hpcdist's own metrics do not count"
+    with JournalWriter(script.run.journal, script.attempt.number) as journal:
+        journal.log({"loss": 1.0}, 0)
+    script.write("metrics.csv", "2,1.0\n")
+    script.print("step 5: loss 0.5\n")
+    for _ in range(2):
+        reader.read(over=True)
+    assert script.points() == [("loss", 1, 2.0), ("print/loss", 5, 0.5)]
 
 
 def test_run_has_metrics_only_if_its_code_has_logged_some(scene: Scene) -> None:
