@@ -256,24 +256,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     kept: list[Path] = []
     untracked: list[str] = []
     if copied:
-        is_foreign = foreign(Path(config.runs_dir), cwd, top)
-        tracked: list[Path] = []
-        if root is None:
-            others = _plain_files(top, is_foreign)
-        else:
-            tracked = git_paths(root, "--cached")
-            others = git_paths(root, *UNTRACKED)
-        # git also lists deleted files, and submodules as folders. A link may be dangling.
-        files = [path for path in tracked + others if path.is_symlink() or path.is_file()]
-        must_have = set(tracked)
-        place = trainer_place(config, [str(cwd)])
-        if place is not None:
-            must_have.add(place)  # a script, whatever its name
-        kept = code_files(top, [path for path in files if not is_foreign(path)], must_have)
-        _copy(top, kept, run.code, in_git=root is not None)
-        _link_rest(top, kept, run.code, is_foreign)
-        if root is not None:
-            untracked = [path.relative_to(top).as_posix() for path in sorted({*kept} & {*others})]
+        kept, untracked = _copy_code(config, run, cwd, top, root)
     no_commit = ""
     if not commit:
         no_commit = _why_no_commit(top, root)
@@ -292,6 +275,35 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     if not is_own(config):
         return code
     return replace(code, live=_live(config, run, code))
+
+
+def _copy_code(config: Config, run: RunDir, cwd: Path, top: Path, root: Path | None) -> tuple[list[Path], list[str]]:
+    """Copy the code below `top` into the run folder, and link the rest.
+
+    Args:
+        root: of the git work tree; None without one.
+
+    Returns the copied files, and the names of those that git does not track.
+    """
+    is_foreign = foreign(Path(config.runs_dir), cwd, top)
+    tracked: list[Path] = []
+    if root is None:
+        others = _plain_files(top, is_foreign)
+    else:
+        tracked = git_paths(root, "--cached")
+        others = git_paths(root, *UNTRACKED)
+    # git also lists deleted files, and submodules as folders. A link may be dangling.
+    files = [path for path in tracked + others if path.is_symlink() or path.is_file()]
+    must_have = set(tracked)
+    place = trainer_place(config, [str(cwd)])
+    if place is not None:
+        must_have.add(place)  # a script, whatever its name
+    kept = code_files(top, [path for path in files if not is_foreign(path)], must_have)
+    _copy(top, kept, run.code, in_git=root is not None)
+    _link_rest(top, kept, run.code, is_foreign)
+    if root is None:
+        return kept, []
+    return kept, [path.relative_to(top).as_posix() for path in sorted({*kept} & {*others})]
 
 
 def _why_no_commit(top: Path, root: Path | None) -> str:

@@ -153,15 +153,8 @@ class Supervisor:
                     reader.kill()
                 raise
             except Exception as error:
-                # No exception may leave the run in the state "running".
                 failure = error
-                state = replace(
-                    self._state,
-                    status="failed",
-                    reason=error_text(error),
-                    ended=time.time(),
-                    rejected=isinstance(error, UserMistake),
-                )
+                state = self._state_after(error)
             state = self._finish_reading(reader, state)
             try:
                 self._write(state)
@@ -175,6 +168,16 @@ class Supervisor:
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
+
+    def _state_after(self, error: Exception) -> State:
+        """Return the state after an exception of this process, which must not leave the run in the state `running`."""
+        return replace(
+            self._state,
+            status="failed",
+            reason=error_text(error),
+            ended=time.time(),
+            rejected=isinstance(error, UserMistake),
+        )
 
     def _start_shipper(self) -> ShipperProcess | None:
         if not self.tracking_uri:
