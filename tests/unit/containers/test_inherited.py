@@ -77,6 +77,7 @@ def test_path_that_the_config_sets_is_the_users_own() -> None:
     assert outer_env(spec, {"HF_HOME": "/in/the/image"})["HF_HOME"] == "/in/the/image"
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("nothing_to_inherit")
 def test_dry_run_names_the_inherited_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")

@@ -80,6 +80,7 @@ def config(**container: Any) -> Config:
     return Config(name="x", runs_dir="/runs", container=ContainerConfig(**container))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("runtime", "image", "problem"),
     [
@@ -98,6 +99,7 @@ def test_images_that_a_runtime_cannot_start_are_reported(
     assert container_problems(config(runtime=runtime, image=image), tmp_path) == expected
 
 
+@pytest.mark.processes
 def test_missing_mount_is_reported(tmp_path: Path) -> None:
     own = config(runtime="pyxis", image="x", mounts=["/nowhere/data:/data"])
     assert container_problems(own, tmp_path) == [

@@ -448,6 +448,7 @@ def test_slurm_of_another_dev_cluster_is_accepted(
             daemon.kill()
 
 
+@pytest.mark.processes
 def test_down_has_reasons_to_ask(recorded: Layout, second: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(BARE_ENV, "PATH", f"{tmp_path}:/usr/bin:/bin")
     record(recorded, replace(TWO, owner="ada").to_json())
@@ -474,6 +475,7 @@ def test_down_has_reasons_to_ask(recorded: Layout, second: Layout, tmp_path: Pat
     assert cluster.reasons_to_ask(recorded, "ada") == ["it is not a cluster of ada"], "its owner is not known"
 
 
+@pytest.mark.processes
 def test_status_names_owner_age_and_the_other_clusters(
     recorded: Layout, second: Layout, tmp_path: Path, monkeypatch: Patch
 ) -> None:

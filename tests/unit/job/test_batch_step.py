@@ -251,6 +251,7 @@ def test_job_creates_its_run_and_continues_it_after_a_requeue(
     assert [run.name for run in supervised_runs] == ["ddp-job41"] * 2 + ["mine"] * 2
 
 
+@pytest.mark.processes
 def test_job_refuses_tasks_of_a_script_that_starts_its_own_ranks(config: Config, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch.distributed as dist\nimport torch.multiprocessing as mp\n"
