@@ -5,10 +5,6 @@ a sequence of TFRecords, each with an `Event` in protobuf's format:
 
     length (8 bytes)  masked CRC of the length (4)  event  masked CRC of the event (4)
 
-    Event    1 wall_time (double)  2 step (varint)  5 summary
-    Summary  1 value (repeated)
-    Value    1 tag  2 simple_value (float)  8 tensor
-
 https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto
 https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/framework/summary.proto
 https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/framework/tensor.proto
@@ -18,7 +14,12 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
 from hpcdist.host.files import open_regular
 
@@ -28,11 +29,54 @@ _CRC = struct.Struct("<I")
 MAX_RECORD_BYTES = 64 * 1024
 #: Limit of the scalars of one call.
 MAX_SCALARS = 100_000
-#: By the data type of a tensor: the format of one element in `tensor_content`, and the field of listed values.
-_TENSORS = {1: ("<f", 5), 2: ("<d", 6), 3: ("<i", 7), 9: ("<q", 10)}
-_TENSOR_CONTENT = 4
-_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
-_WORD_BITS = 64
+
+_ONE = FieldDescriptorProto.LABEL_OPTIONAL
+_MANY = FieldDescriptorProto.LABEL_REPEATED
+#: The messages with the fields of scalars: name, number, type, label. protobuf skips other fields. A tag has the type
+#: bytes, because a script may write one that is not UTF-8.
+_MESSAGES = {
+    "Event": (
+        ("wall_time", 1, FieldDescriptorProto.TYPE_DOUBLE, _ONE),
+        ("step", 2, FieldDescriptorProto.TYPE_INT64, _ONE),
+        ("summary", 5, "Summary", _ONE),
+    ),
+    "Summary": (("value", 1, "Value", _MANY),),
+    "Value": (
+        ("tag", 1, FieldDescriptorProto.TYPE_BYTES, _ONE),
+        ("simple_value", 2, FieldDescriptorProto.TYPE_FLOAT, _ONE),
+        ("tensor", 8, "Tensor", _ONE),
+    ),
+    "Tensor": (
+        ("dtype", 1, FieldDescriptorProto.TYPE_INT32, _ONE),
+        ("tensor_content", 4, FieldDescriptorProto.TYPE_BYTES, _ONE),
+        ("float_val", 5, FieldDescriptorProto.TYPE_FLOAT, _MANY),
+        ("double_val", 6, FieldDescriptorProto.TYPE_DOUBLE, _MANY),
+        ("int_val", 7, FieldDescriptorProto.TYPE_INT32, _MANY),
+        ("int64_val", 10, FieldDescriptorProto.TYPE_INT64, _MANY),
+    ),
+}
+#: By the data type of a tensor: the format of one element in `tensor_content`, and the field of listed elements.
+_ELEMENTS = {1: ("<f", "float_val"), 2: ("<d", "double_val"), 3: ("<i", "int_val"), 9: ("<q", "int64_val")}
+
+
+def _event_class() -> Any:
+    """Return the class of the message `Event`."""
+    file = FileDescriptorProto(name="hpcdist_event.proto", package="hpcdist")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field_name, number, kind, label in fields:
+            field = message.field.add(name=field_name, number=number, label=label)
+            if isinstance(kind, str):
+                field.type = FieldDescriptorProto.TYPE_MESSAGE
+                field.type_name = f".hpcdist.{kind}"
+            else:
+                field.type = kind
+    pool = DescriptorPool()
+    pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("hpcdist.Event"))
+
+
+_Event = _event_class()
 
 
 class Scalar(NamedTuple):
@@ -67,120 +111,30 @@ def read_scalars(path: Path, offset: int) -> tuple[list[Scalar], int]:
                 record = file.read(length)
                 if _CRC.pack(_masked_crc(record)) != file.read(_CRC.size):
                     raise ValueError(f"the record at byte {offset} has another checksum")
-                scalars += _scalars_of(record)
+                try:
+                    scalars += _scalars_of(record)
+                except (DecodeError, OverflowError, struct.error) as error:
+                    raise ValueError(f"the record at byte {offset} is no event ({error})") from error
             offset = end
     return scalars, offset
 
 
-def _scalars_of(event: bytes) -> Iterator[Scalar]:
-    """Yield the scalars of an event."""
-    time_s = 0.0
-    step = 0
-    summaries = []
-    for number, content in _fields(event):
-        match number, content:
-            case 1, bytes():
-                (time_s,) = struct.unpack("<d", content)
-            case 2, int():
-                step = content
-            case 5, bytes():
-                summaries.append(content)
-    if step >= 2 ** (_WORD_BITS - 1):  # two's complement
-        step -= 2**_WORD_BITS
-    for summary in summaries:
-        for number, content in _fields(summary):
-            if number == 1 and isinstance(content, bytes):
-                for tag, value in _value(content):
-                    yield Scalar(int(1000 * time_s), step, tag, value)
+def _scalars_of(record: bytes) -> Iterator[Scalar]:
+    """Yield the scalars of an event. Raises DecodeError, OverflowError and struct.error for other content."""
+    event = _Event.FromString(record)
+    for value in event.summary.value:
+        numbers = [value.simple_value] if value.HasField("simple_value") else _elements(value.tensor)
+        if len(numbers) == 1:
+            yield Scalar(int(1000 * event.wall_time), event.step, value.tag.decode(errors="replace"), numbers[0])
 
 
-def _value(content: bytes) -> Iterator[tuple[str, float]]:
-    """Yield tag and value of a summary's value if it is a scalar."""
-    tag = ""
-    values: list[float] = []
-    for number, part in _fields(content):
-        match number, part:
-            case 1, bytes():
-                tag = part.decode(errors="replace")
-            case 2, bytes():
-                values += struct.unpack("<f", part)
-            case 8, bytes():
-                values += _elements(part)
-    if len(values) == 1:
-        yield tag, values[0]
-
-
-def _elements(tensor: bytes) -> list[float]:
+def _elements(tensor: Any) -> list[float]:
     """Return the elements of a tensor of numbers; empty for other tensors."""
-    parts = list(_fields(tensor))
-    kinds = [content for number, content in parts if number == 1]
-    kind = kinds[0] if kinds else 0
-    if not isinstance(kind, int) or kind not in _TENSORS:
+    if tensor.dtype not in _ELEMENTS:
         return []
-    element, listed = _TENSORS[kind]
-    values: list[float] = []
-    for number, content in parts:
-        if number == listed and isinstance(content, int):
-            values.append(content)
-        elif number in (listed, _TENSOR_CONTENT) and isinstance(content, bytes):
-            is_packed_integer = number == listed and element in ("<i", "<q")
-            if is_packed_integer:
-                values += _varints(content)
-            else:
-                values += [value for (value,) in struct.iter_unpack(element, content)]
-    return values
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and content of each field of a protobuf message: an int of a varint, else the bytes.
-
-    Raises ValueError if the message is damaged.
-    """
-    place = 0
-    while place < len(message):
-        key, place = _varint(message, place)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            content, place = _varint(message, place)
-            yield number, content
-            continue
-        if kind == _BYTES:
-            length, place = _varint(message, place)
-        elif kind == _EIGHT_BYTES:
-            length = 8
-        elif kind == _FOUR_BYTES:
-            length = 4
-        else:
-            raise ValueError(f"a field of the unknown kind {kind}")
-        if place + length > len(message):
-            raise ValueError("a field is longer than its message")
-        yield number, message[place : place + length]
-        place += length
-
-
-def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """Return the integer at a place, and the place behind it: seven bits a byte, the lowest ones first."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if place >= len(message):
-            break
-        byte = message[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:  # noqa: PLR2004  # the highest bit says whether another byte follows
-            return value, place
-    raise ValueError("an integer without an end")
-
-
-def _varints(content: bytes) -> list[float]:
-    values: list[float] = []
-    place = 0
-    while place < len(content):
-        value, place = _varint(content, place)
-        if value >= 2 ** (_WORD_BITS - 1):
-            value -= 2**_WORD_BITS
-        values.append(value)
-    return values
+    element, listed = _ELEMENTS[tensor.dtype]
+    content = [number for (number,) in struct.iter_unpack(element, tensor.tensor_content)]
+    return [*content, *getattr(tensor, listed)]
 
 
 def _crc_table() -> list[int]:

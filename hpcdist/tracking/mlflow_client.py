@@ -47,7 +47,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from google.protobuf.json_format import ParseError  # type: ignore[import-untyped]  # noqa: E402
+from google.protobuf.json_format import ParseError  # noqa: E402
 from mlflow import MlflowClient, entities  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.utils.credentials import get_default_host_creds  # noqa: E402

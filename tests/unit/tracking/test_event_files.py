@@ -1,6 +1,7 @@
 """Scalars in TensorBoard's event files."""
 
 import math
+import struct
 from pathlib import Path
 
 import pytest
@@ -53,17 +54,46 @@ def test_records_of_images_are_skipped(file: Path, monkeypatch: pytest.MonkeyPat
     assert [one.tag for one in read_scalars(file, 0)[0]] == ["train/loss", "train/loss", "new"]
 
 
+def record_of(event: bytes) -> bytes:
+    """Return an event as a TFRecord."""
+    length = struct.pack("<Q", len(event))
+    checksums = [struct.pack("<I", event_files._masked_crc(data)) for data in (length, event)]
+    return length + checksums[0] + event + checksums[1]
+
+
+def part(number: int, content: bytes) -> bytes:
+    """Return a field of a protobuf message with less than 128 bytes."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def event_with(value: bytes) -> bytes:
+    """Return an event whose summary has one value: the tag `t`, and these further fields."""
+    return part(5, part(1, part(1, b"t") + value))
+
+
+SIMPLE_VALUE = b"\x15\x00\x00\x80\x3e"
+AT_INFINITY = b"\x09\x00\x00\x00\x00\x00\x00\xf0\x7f"
+
+
 @pytest.mark.parametrize(
-    ("event", "message"),
+    "event",
     [
-        (b"\x2a\x7fabc", "a field is longer than its message"),
-        (b"\x2b", "a field of the unknown kind 3"),
-        (b"\x10\xff", "an integer without an end"),
+        b"\x2a\x7fabc",
+        b"\x10\xff",
+        AT_INFINITY + event_with(SIMPLE_VALUE),
+        event_with(part(8, b"\x08\x01" + part(4, b"abc"))),
     ],
+    ids=["field longer than its message", "integer without an end", "infinite time", "three bytes of a float"],
 )
-def test_damaged_event_is_refused(event: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        list(event_files._scalars_of(event))
+def test_record_without_an_event_is_refused(file: Path, event: bytes) -> None:
+    file.write_bytes(record_of(event))
+    with pytest.raises(ValueError, match="the record at byte 0 is no event"):
+        read_scalars(file, 0)
+
+
+def test_value_with_another_wire_type_is_left_out(file: Path) -> None:
+    file.write_bytes(record_of(event_with(b"\x10\x05")) + EVENT_FILE)
+    assert [one.tag for one in read_scalars(file, 0)[0]][:1] == ["train/loss"]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +104,10 @@ def test_damaged_event_is_refused(event: bytes, message: str) -> None:
         (b"\x08\x03\x3a\x0a\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01", [-2]),  # packed integers
         (b"\x08\x03\x38\x05", [5]),  # one integer
         (b"\x08\x09\x22\x08\x07\x00\x00\x00\x00\x00\x00\x00", [7]),  # 64-bit content
+        (b"\x08\x03\x38\x05\x38\x06", []),  # two integers: no scalar
         (b"\x08\x07\x42\x01a", []),  # a text
     ],
 )
-def test_elements_of_tensors(tensor: bytes, values: list[float]) -> None:
-    assert event_files._elements(tensor) == values
+def test_tensors_with_one_number_are_scalars(file: Path, tensor: bytes, values: list[float]) -> None:
+    file.write_bytes(record_of(event_with(part(8, tensor))))
+    assert [one.value for one in read_scalars(file, 0)[0]] == values
