@@ -209,9 +209,10 @@ class MetricsReader:
         """
         _set_nice(self._process.pid, 0)
         try:
-            if self._end() < 0:
+            code = self._end()
+            if code < 0:
                 self._process = self._start()
-                self._end()
+                code = self._end()
         except subprocess.TimeoutExpired:
             self.kill()
             return [f"not all metrics of the script were read within {READ_WITHIN_S:g} s (see {self._log})"]
@@ -220,6 +221,8 @@ class MetricsReader:
             warning = _WARNING.match(line)
             if warning is not None:
                 warnings.append(line[warning.end() :])
+        if code and not warnings:
+            warnings.append(f"the process that reads the metrics of the script has failed (see {self._log})")
         return warnings
 
     def _end(self) -> int:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,8 @@ LOG_WORDS = ("metric", "log", "progress", "history", "summary")
 #: Larger files are no logs.
 MAX_BYTES = 16 << 20
 MAX_COLUMNS = 500
+#: From here on, floats do not hold all integers.
+_MAX_STEP = 2**53
 
 
 class NotALog(ValueError):
@@ -83,7 +84,7 @@ def _row(header: list[str], cells: list[str], step_column: int | None, number: i
             continue
         if column != step_column:
             values[name] = value
-        elif value == math.floor(value) and abs(value) < 2**53:
+        elif value.is_integer() and abs(value) < _MAX_STEP:  # neither NaN nor infinite
             step = int(value)
     return Row(step, values)
 

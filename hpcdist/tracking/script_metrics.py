@@ -33,7 +33,7 @@ from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.tracking.csv_logs import NotALog, read_rows
 from hpcdist.tracking.event_files import read_scalars
 from hpcdist.tracking.journal import JournalWriter, journal_files, read_records
-from hpcdist.tracking.output_metrics import CHUNK_BYTES, OutputPatterns, read_lines
+from hpcdist.tracking.output_metrics import OutputPatterns, read_lines
 from hpcdist.tracking.rank_records import not_reserved
 from hpcdist.tracking.written_files import WrittenFile, is_event_file, read_written_files
 
@@ -168,8 +168,10 @@ class ScriptMetrics:
                 self._left_out.add(path)
                 log.info("%s: %s", path, error)
             except (ValueError, OSError) as error:
+                if isinstance(error, OSError) and retry.is_away(error) and not final:
+                    continue  # the next pass reads it
                 self._left_out.add(path)
-                log.warning("metrics in %s are not uploaded: %s", path, error)
+                log.warning("metrics in %s are not read any more: %s", path, error)
 
     def _read_events(
         self, file: WrittenFile, end: int | None, prefix: str, parts: ReadParts, journal: JournalWriter
@@ -201,14 +203,14 @@ class ScriptMetrics:
                 lines, offset = read_lines(attempt.log(0), parts.log_offset, final=final)
             except FileNotFoundError:
                 return
-            num_bytes = offset - parts.log_offset
+            has_read_all = offset <= parts.log_offset  # a shortened log is read on from its new end
             parts.log_offset = offset
             for line in lines:
                 for metric, value, step in self._patterns.find(line):
                     number = parts.matches.get(metric, 0)
                     parts.matches[metric] = number + 1
                     _log(journal, {metric: value}, number if step is None else step)
-            if num_bytes < CHUNK_BYTES:
+            if has_read_all:
                 return
 
 

@@ -49,6 +49,12 @@ def test_rows_without_a_column_of_steps_are_numbered(file: Path) -> None:
     assert [row.step for row in read_rows(log, -1, final=False)[0]] == [1000, 1]
 
 
+@pytest.mark.parametrize("step", ["inf", "nan", "1e300", "2.5", "x"])
+def test_row_without_a_whole_step_is_numbered(file: Path, step: str) -> None:
+    file.write_text(f"step,loss\n7,1.0\n{step},0.5\n")
+    assert read_rows(file, -1, final=True)[0] == [(7, {"loss": 1.0}), (1, {"loss": 0.5})]
+
+
 def test_table_that_is_no_log_is_left_out(tmp_path: Path) -> None:
     table = tmp_path / "predictions.csv"
     table.write_text("id,probability\n1,0.5\n")

@@ -1,5 +1,6 @@
 """The reader of the metrics in files and output of a script, over attempts and restarts of the reader."""
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor import children
 from hpcdist.supervisor.children import MetricsReader
+from hpcdist.tracking import output_metrics, script_metrics
 from hpcdist.tracking.journal import JournalWriter, Record, journal_files, read_records
 from hpcdist.tracking.rank_records import has_metrics
 from hpcdist.tracking.script_metrics import ScriptMetrics, prefixes_of
@@ -156,7 +158,7 @@ def test_files_without_metrics_are_left_out(script: Script, caplog: pytest.LogCa
     levels = [(record.levelname, record.message.partition(":")[0].rpartition("/")[2]) for record in caplog.records]
     assert levels == [
         ("INFO", "predictions.csv"),
-        ("WARNING", "events.out.tfevents.1 are not uploaded"),
+        ("WARNING", "events.out.tfevents.1 are not read any more"),
         ("WARNING", f"metric name '{'x' * 40}'… has 5000 characters"),
     ]
 
@@ -179,6 +181,26 @@ def test_files_of_several_folders_and_names_are_told_apart() -> None:
     ]  # fmt: skip
     prefixes = ["", "acc_a/", "other/", "", "v1/", "train/", "fold/train/"]
     assert list(prefixes_of([Path(path) for path in paths]).values()) == prefixes
+
+
+def test_last_pass_reads_output_of_many_chunks(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_metrics, "CHUNK_BYTES", 50)
+    script.print("".join(f"step {step}: loss 0.5\n" for step in range(100)))
+    script.reader().read(over=True)
+    assert [step for _, step, _ in script.points()] == list(range(100))
+
+
+def test_file_that_is_away_for_a_moment_is_read_later(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    script.write("metrics.csv", "step,loss\n1,2.0\n")
+    reader = script.reader()
+    with monkeypatch.context() as patch:
+        patch.setattr(script_metrics, "read_rows", fail)
+        reader.read(over=False)
+    reader.read(over=True)
+    assert script.points() == [("loss", 1, 2.0)]
 
 
 def test_files_of_a_script_that_logs_itself_are_not_read(script: Script) -> None:
@@ -222,9 +244,18 @@ def test_last_pass_reads_what_ranks_wrote_before_they_ended(script: Script, proc
     script.print("loss 0.5\nloss 0.25")
     script.write("events.out.tfevents.1", b"no events, but over twelve bytes")
     assert reader.finish() == [
-        f"metrics in {script.folder}/events.out.tfevents.1 are not uploaded: no record begins at byte 0"
+        f"metrics in {script.folder}/events.out.tfevents.1 are not read any more: no record begins at byte 0"
     ]
     assert script.points() == [("loss", 0, 0.5), ("loss", 1, 0.25)]
+
+
+@pytest.mark.processes
+def test_failure_of_the_reader_is_reported(process_run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    log = process_run.path / "script-metrics.log"
+    assert MetricsReader(process_run, os.environ).finish() == [
+        f"the process that reads the metrics of the script has failed (see {log})"
+    ]
 
 
 @pytest.mark.processes
