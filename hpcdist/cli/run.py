@@ -232,7 +232,7 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
     from hpcdist.containers.engine import find_engine
     from hpcdist.containers.images import inspect, require_driver, require_fit
     from hpcdist.containers.local_container import local_container
-    from hpcdist.containers.mounts import Mount
+    from hpcdist.containers.mounts import Mount, without_nested
     from hpcdist.host.gpu_info import driver_version
     from hpcdist.run.lease import user_name
     from hpcdist.run.snapshot import is_own
@@ -263,11 +263,12 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
         env=os.environ,
         rootless_daemon=program.is_rootless_daemon(),
     )
+    shown = [path.parent for path in (file, config.trainer.script_file) if path is not None]
     weights = Path(config.model.init_from)
-    for path in (file, config.trainer.script_file, weights if weights.is_absolute() else None):
-        if path is not None and not path.is_relative_to(cwd):
-            folder = str(path.parent)
-            spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
+    if weights.is_absolute() and weights.exists():  # otherwise the name of a run or model, or an error inside
+        shown.append(weights)
+    mounts = [*spec.mounts, *(Mount(source=str(path), target=str(path)) for path in shown)]
+    spec = replace(spec, mounts=without_nested(mounts))
     if spec.gpus and facts:
         require_driver(facts, driver_version())
     return spec

@@ -252,20 +252,29 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
 
 #: Kinds of failures, see `Failure`, that are exceptions of the code that ran.
 _OF_CODE = ("error", "rejected")
-#: Lines of a traceback that show where it happened: file, code, marks, and the error.
-_MAX_TRACEBACK = 5
+#: Innermost calls of a traceback that are shown, and limit of all lines: some errors have hundreds.
+_SHOWN_CALLS = 2
+_MAX_TRACEBACK = 10
+_CALL = '  File "'
 #: Calls of Python that start a script.
 _STARTS_SCRIPT = '  File "<frozen runpy>"'
 
 
 def end_of_traceback(pieces: Iterable[str]) -> tuple[str, ...]:
-    """Return the last lines of a traceback: the error and the innermost calls, without those that start a script.
+    """Return the innermost calls of a traceback and the error, without the calls that start a script.
 
     Args:
         pieces: of one or more lines each, as `traceback.format_exception` returns them.
     """
-    lines = "".join(pieces).rstrip().splitlines()[-_MAX_TRACEBACK:]
-    return tuple(line for line in lines if not line.startswith(_STARTS_SCRIPT))
+    lines = "".join(pieces).rstrip().splitlines()
+    calls = []
+    for index, line in enumerate(lines):
+        if line.startswith(_STARTS_SCRIPT):
+            calls = []  # those before it are hpcdist's
+        elif line.startswith(_CALL):
+            calls.append(index)
+    begin = calls[-_SHOWN_CALLS:][0] if calls else 0
+    return tuple(lines[begin : begin + _MAX_TRACEBACK])
 
 
 def _end_of_attempt(

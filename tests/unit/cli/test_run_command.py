@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -226,6 +227,29 @@ def test_user_config_is_mounted_at_the_same_path(hpcdist: Cli, podman: Path, tmp
     assert f"{own.parent}:{own.parent}" in mounted
     assert f"{tmp_path}/here:{tmp_path}/here" in mounted
     assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
+
+
+def test_weights_are_mounted_once_beside_a_config(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "c.yaml").write_text("trainer: ddp\n")
+    for name in ("mine/old.pth", "old.pth"):
+        (tmp_path / name).touch()
+
+    def mounted(*words: str) -> list[str]:
+        code, output, errors = hpcdist("run", *words, "--in", "podman", "--dry-run")
+        assert code == 0, errors
+        volumes = [word for word in shlex.split(output.splitlines()[-1]) if word.startswith("--volume=")]
+        return [path for path in re.findall("--volume=([^:]*)", " ".join(volumes)) if path.startswith(f"{tmp_path}/")]
+
+    runs = f"{tmp_path}/runs"
+    assert mounted("ddp_digits", "model.init_from=./old.pth") == [f"{tmp_path}/old.pth", runs], "cwd is not mounted"
+    assert mounted("ddp_digits", "model.init_from=./missing.pth") == [runs], "podman would create a folder"
+    (tmp_path / "here").mkdir()
+    os.chdir(tmp_path / "here")
+    config = str(tmp_path / "mine" / "c.yaml")
+    expected = [f"{tmp_path}/here", f"{tmp_path}/mine"]
+    assert mounted(config, f"model.init_from={tmp_path}/mine/old.pth") == expected
 
 
 def test_old_driver_is_rejected_before_the_start(

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import runpy
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,10 +152,32 @@ def test_interruptions_end_with_the_newest() -> None:
     assert interruptions([replace(one, status="finished", cause="trained 9 steps")], 300) == ""
 
 
-def test_end_of_a_traceback_begins_in_the_users_script() -> None:
-    lines = ["Traceback (most recent call last):", '  File "<frozen runpy>", line 291, in run_path']
-    lines += ['  File "<frozen runpy>", line 88, in _run_code', '  File "train.py", line 6, in <module>', "    x[1]"]
-    assert end_of_traceback("\n".join([*lines, "KeyError: 1"])) == (*lines[3:], "KeyError: 1")
+def fail_in(path: Path, code: str) -> list[str]:
+    """Run a script that fails, and return its traceback as a rank reports it."""
+    path.write_text(code)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except Exception as error:  # of the script
+        return traceback.format_exception(error)
+    raise AssertionError("the script has not failed")
+
+
+def test_end_of_a_traceback_has_the_innermost_calls(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    shown = end_of_traceback(fail_in(path, "batch = {'x': 1}\nbatch['labels']\n"))
+    assert (shown[0], shown[1], shown[-1]) == (
+        f'  File "{path}", line 2, in <module>',
+        "    batch['labels']",
+        "KeyError: 'labels'",
+    )
+    nested = (
+        "def inner(x):\n    return x['y']\ndef middle(x):\n    return inner(x)\n"
+        "def outer(x):\n    return middle(x)\nouter({})\n"
+    )
+    calls = [line for line in end_of_traceback(fail_in(path, nested)) if line.startswith("  File")]
+    assert calls == [f'  File "{path}", line 4, in middle', f'  File "{path}", line 2, in inner']
+    long = end_of_traceback(fail_in(path, "raise ValueError('\\n'.join(map(str, range(100))))\n"))
+    assert (long[0], len(long)) == (f'  File "{path}", line 1, in <module>', 10)
     assert end_of_traceback([]) == ()
 
 

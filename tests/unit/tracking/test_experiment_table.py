@@ -212,7 +212,7 @@ def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
         f"fix /home/ada/train.py:7, then `hpcdist resume {scene.run.path} --with-current-code`\n\n"
     )
-    assert f"\n\n```text\n{''.join(traceback)}```\n\n[logs of all ranks](#/" in found
+    assert f"\n\n```text\n{''.join(traceback[1:])}```\n\n[logs of all ranks](#/" in found
     attempt.outcome(1).write_text('{"outcome": "failed"}')
     scene.state(status="failed", attempt=1)
     scene.shipper().ship_once()  # a damaged file of a rank stops nothing
