@@ -18,6 +18,8 @@ from hpcdist.run.sweeps import REPETITION, setting_of, text_of
 
 #: Settings with a curve and a colour of their own, the best ones first.
 MAX_SETTINGS = 8
+#: Lines of the chart of a key.
+MAX_LINES = 8
 #: Different values of a key without numbers that fit below an axis.
 _MAX_NAMES = 12
 #: Colour of settings without one of their own.
@@ -25,6 +27,8 @@ _OTHER_COLOUR = "var(--muted)"
 #: Share of an axis that is free on each side of the points.
 _MARGIN = 0.05
 _RADIUS = 4
+#: Points of a curve.
+_MAX_STEPS = 240
 _LEGEND_COLUMNS = 2
 _LEGEND_ROW = 18
 #: Side of the coloured squares in the legend.
@@ -99,25 +103,37 @@ def curves(facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], colour
             parts.append(_band(frame, steps, colours[label]))
     for label, steps in drawn.items():
         parts.append(_line(frame, label, [(at.step, at.mean) for at in steps], colours[label]))
-    left_out = len(facts.ranked_settings) - len(drawn)
-    return _with_legend(parts, {label: colours[label] for label in drawn}, left_out, facts.monitor)
+    names = {label: colours[label] for label in drawn}
+    num_others = len(facts.ranked_settings) - len(drawn)
+    if num_others:
+        names[f"{num_others} more are not drawn"] = ""
+    return _with_legend(parts, names, facts.monitor)
 
 
 def _steps_of(facts: SweepFacts, label: str, series: Mapping[str, Mapping[str, Series]]) -> list[_Step]:
-    """Return the steps at which all seeds of a setting have logged the metric."""
+    """Return the means of a setting's seeds over ranges of steps, at most _MAX_STEPS, that all seeds have reached.
+
+    With fewer steps, each is a range of its own. If some seeds have finished, the others do not count: they would end
+    the curve of all.
+    """
+    cells = _cells_of(facts, label)
+    finished = [cell for cell in cells if cell.status == "finished"]
     of_seeds = []
-    for cell in _cells_of(facts, label):
+    for cell in finished or cells:
         logged = series.get(cell.name, {}).get(facts.monitor)
         if logged is not None:
-            of_seeds.append({step: value for step, value in logged.points if abs(value) <= LARGEST_VALUE})
-    if not of_seeds:
+            of_seeds.append([(step, value) for step, value in logged.points if abs(value) <= LARGEST_VALUE])
+    last_step = max((step for points in of_seeds for step, _ in points), default=0)
+    width = last_step // _MAX_STEPS + 1
+    means_of_seeds = [_means((step // width, value) for step, value in points) for points in of_seeds]
+    if not means_of_seeds:
         return []
-    common = set.intersection(*(set(points) for points in of_seeds))
+    common = set.intersection(*({place for place, _ in means} for means in means_of_seeds))
     steps = []
-    for step in sorted(common):
-        values = [points[step] for points in of_seeds]
+    for place in sorted(common):
+        values = [dict(means)[place] for means in means_of_seeds]
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-        steps.append(_Step(step, statistics.fmean(values), deviation))
+        steps.append(_Step((place + 0.5) * width - 0.5, statistics.fmean(values), deviation))
     return steps
 
 
@@ -128,8 +144,8 @@ def _cells_of(facts: SweepFacts, label: str) -> list[CellFacts]:
 def key_chart(facts: SweepFacts, key: str) -> Markup:
     """Return the metric against the values of a swept key; one line for each combination of the other keys.
 
-    Dots are cells; lines pass through the means of their seeds. Empty with fewer than two different values, and with
-    more names than fit below the axis.
+    Dots are cells; lines, at most MAX_LINES, pass through the means of their seeds. Empty with fewer than two different
+    values, and with more names than fit below the axis.
     """
     values = {text_of(cell.values.get(key)): cell.values.get(key) for cell in facts.cells}
     names: tuple[str, ...] = ()
@@ -143,12 +159,14 @@ def key_chart(facts: SweepFacts, key: str) -> Markup:
         return Markup()
     frame = _frame_of(points, is_log_x=not names and _spans_power_of_ten(places.values()), x_names=names)
     parts = frame.axes(key, facts.monitor)
-    colours = {name: colour_of(index) for index, name in enumerate(sorted(lines)[:MAX_SETTINGS])}
-    for name, colour in colours.items():
-        parts.append(_line(frame, name or facts.monitor, _means(lines[name]), colour))
-        parts += [_dot(frame, point, colour, number(point[1])) for point in lines[name]]
-    named = {name: colour for name, colour in colours.items() if name}
-    return _with_legend(parts, named, len(lines) - len(colours), f"{facts.monitor} against {key}")
+    colours = {name: colour_of(index) for index, name in enumerate(sorted(lines)[:MAX_LINES])}
+    for name, points in lines.items():
+        colour = colours.get(name, _OTHER_COLOUR)
+        if name in colours:
+            parts.append(_line(frame, name or facts.monitor, _means(points), colour))
+        parts += [_dot(frame, point, colour, f"{name} {number(point[1])}".strip()) for point in points]
+    colours.pop("", None)  # the only line of a sweep over one key
+    return _with_legend(parts, _with_others(colours, len(lines)), f"{facts.monitor} against {key}")
 
 
 def _metric_by_place(facts: SweepFacts, key: str, places: Mapping[str, float]) -> dict[str, list[Point]]:
@@ -197,7 +215,7 @@ def cost_chart(facts: SweepFacts, spent: Mapping[str, Ledger], colours: Mapping[
     for name, point in points.items():
         parts.append(_dot(frame, point, colours.get(name, _OTHER_COLOUR), f"{name}: {number(point[1])}"))
     named = {name: colour for name, colour in colours.items() if name in points}
-    return _with_legend(parts, named, len(points) - len(named), f"{facts.monitor} against {label}")
+    return _with_legend(parts, _with_others(named, len(points)), f"{facts.monitor} against {label}")
 
 
 def _spans_power_of_ten(values: Iterable[float]) -> bool:
@@ -237,20 +255,26 @@ def _dot(frame: Frame, point: Point, colour: str, title: str) -> Markup:
     return tag("circle", tag("title", title), style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=_RADIUS)
 
 
-def _with_legend(parts: Sequence[Markup], colours: Mapping[str, str], num_left_out: int, label: str) -> Markup:
-    """Return the chart with the names of its lines below it, which an image file needs as well.
+def _with_others(colours: Mapping[str, str], num_all: int) -> dict[str, str]:
+    """Return the entries of a legend with one for the dots that have no colour of their own."""
+    names = dict(colours)
+    if names and num_all > len(names):
+        names[f"{num_all - len(names)} more"] = _OTHER_COLOUR
+    return names
+
+
+def _with_legend(parts: Sequence[Markup], names: Mapping[str, str], label: str) -> Markup:
+    """Return the chart with its legend below it, which an image file needs as well.
 
     Args:
-        colours: by name; without names there is no legend.
+        names: colours by name; an empty one for an entry without a colour.
     """
-    names = dict(colours)
-    if num_left_out > 0 and names:
-        names[f"{num_left_out} more"] = _OTHER_COLOUR
     drawn = list(parts)
     for index, (name, colour) in enumerate(names.items()):
         left = LEFT + (index % _LEGEND_COLUMNS) * (RIGHT - LEFT) / _LEGEND_COLUMNS
         top = HEIGHT + (index // _LEGEND_COLUMNS) * _LEGEND_ROW
-        drawn.append(rect(colour, name, left, float(top), float(_SWATCH), float(_SWATCH)))
+        if colour:
+            drawn.append(rect(colour, name, left, float(top), float(_SWATCH), float(_SWATCH)))
         drawn.append(text_at("row", one_line(name, _MAX_NAME), left + _SWATCH + 6, top + _SWATCH - 1))
     num_rows = math.ceil(len(names) / _LEGEND_COLUMNS)
     return svg(HEIGHT + num_rows * _LEGEND_ROW, drawn, label)

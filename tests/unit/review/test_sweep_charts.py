@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -58,6 +59,33 @@ def test_curve_has_only_steps_that_all_seeds_have_logged() -> None:
     curves = drawn(sweep_of(SEEDS), series)["curves"]
     (first, *_) = re.findall(r'<polyline [^>]*points="([^"]*)"', curves)
     assert len(first.split()) == 2
+
+
+def test_seed_that_failed_early_does_not_end_the_curve() -> None:
+    facts = sweep_of(SEEDS)
+    cells = (replace(facts.cells[0], status="failed"), *facts.cells[1:])
+    series = {"c0": logged(0.9), **{f"c{index}": logged(0.1, 0.2, 0.5) for index in (1, 2, 3)}}
+    curves = drawn(replace(facts, cells=cells), series)["curves"]
+    assert [len(line.split()) for line in re.findall(r'<polyline [^>]*points="([^"]*)"', curves)] == [3, 3]
+    assert count(curves, "polygon") == 0, "equal seeds have no band"
+
+
+def test_long_curves_are_averaged_over_ranges_of_steps() -> None:
+    series = {f"c{index}": logged(*([0.1 + index / 10] * 5000)) for index in range(4)}
+    curves = drawn(sweep_of(SEEDS), series)["curves"]
+    lines = re.findall(r'<polyline [^>]*points="([^"]*)"', curves)
+    assert [200 < len(line.split()) <= 240 for line in lines] == [True, True]
+    assert [len({place.split(",")[1] for place in line.split()}) for line in lines] == [1, 1], "constant"
+
+
+def test_legend_says_what_is_not_drawn_and_what_is_grey() -> None:
+    cells = [({"optim.lr": lr / 10, "model": name}, 0.5) for lr in (1, 2) for name in "abcdefghij"]
+    series = {f"c{index}": logged(0.1, 0.2) for index in range(20)}
+    charts = drawn(sweep_of(cells), series)
+    assert "12 more are not drawn" in charts["curves"]
+    assert "2 more" in charts["optim.lr"]
+    assert count(charts["optim.lr"], "circle") == 20, "all cells, also those without a line"
+    assert charts["optim.lr"].count("fill:var(--muted)") == 5, "four dots and the legend"
 
 
 def test_numbers_over_a_power_of_ten_have_a_logarithmic_axis() -> None:
