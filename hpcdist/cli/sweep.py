@@ -25,7 +25,7 @@ from hpcdist.run.folder import ENDED, RunDir, State, StopRequest
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job, query_jobs, status_of
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
-from hpcdist.run.weight_files import WeightSource
+from hpcdist.run.weight_files import SharedWeights, WeightSource
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.tracking.weight_source import find_weights
 
@@ -286,15 +286,27 @@ def choose(sweep: Sweep) -> list[Choice]:
     runs = [RunDir(sweep.folder.parent / cell.name) for cell in sweep.cells]
     snapshots = query_jobs(runs)
     choices = []
+    found: dict[str, SharedWeights | None] = {}
     for cell, run in zip(sweep.cells, runs, strict=True):
         must_run, why, weights = True, "new", None
         if _is_new(run, sweep):
-            weights = find_weights(cell.config, os.environ)
+            source = cell.config.model.init_from
+            if source not in found:
+                found[source] = _shared_weights(cell.config)
+            weights = found[source]
         else:
             require_trusted(run.path, "run --sweep")
             must_run, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
         choices.append(Choice(cell=cell, run=run, runs=must_run, why=why, weights=weights))
     return choices
+
+
+def _shared_weights(config: Config) -> SharedWeights | None:
+    """Return the weights that `model.init_from` names; None without any."""
+    source = find_weights(config, os.environ)
+    if source is None:
+        return None
+    return SharedWeights(source)
 
 
 def _is_new(run: RunDir, sweep: Sweep) -> bool:

@@ -12,6 +12,7 @@ a checkpoint.
 
 import hashlib
 import re
+import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -91,6 +92,25 @@ class LocalWeights:
                 )
         sha256 = self.origin.sha256 or "".join(hashes.values())  # else there is one file
         write_json(folder / ORIGIN_FILE, {**asdict(self.origin), "sha256": sha256}, durable=True)
+
+
+class SharedWeights:
+    """The weights from which several runs start: found and downloaded once, so that all start from the same ones."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._first_copy: Path | None = None
+
+    def copy_to(self, folder: Path) -> None:
+        """See `WeightSource`."""
+        if self._first_copy is None:
+            self._source.copy_to(folder)
+            self._first_copy = folder
+            return
+        try:
+            shutil.copytree(self._first_copy, folder, dirs_exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{KEY}: {self._first_copy} cannot be copied to {folder}: {error}") from error
 
 
 def _copy(source: Path, target: Path) -> str:

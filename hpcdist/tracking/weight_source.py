@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import WEIGHT_SUFFIXES
 from hpcdist.config.written import read_stored
 from hpcdist.errors import ConfigError, RunFolderError, TrackingError, few
 from hpcdist.host.json_files import read_json
@@ -54,7 +55,7 @@ def find_weights(config: Config, env: Mapping[str, str]) -> WeightSource | None:
     if source.startswith(_MODEL_URI):
         return _find_model(source, resolve_uri(config, env))
     path = Path(source)
-    if path.is_file() or path.name.endswith((".pt", ".pth", ".safetensors")):
+    if path.is_file() or path.suffix in WEIGHT_SUFFIXES:
         return weight_file(source)
     if (path / MANIFEST_FILE).is_file():
         return checkpoint_weights(source, path)

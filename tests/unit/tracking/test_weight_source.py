@@ -17,7 +17,7 @@ from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import ConfigError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.weight_files import WeightOrigin, WeightSource, read_origin_of_weights
+from hpcdist.run.weight_files import SharedWeights, WeightOrigin, WeightSource, read_origin_of_weights
 from hpcdist.tracking.run_tags import fixed_tags, read_config
 from hpcdist.tracking.weight_source import find_weights
 
@@ -37,6 +37,19 @@ def origin_of(source: WeightSource, root: Path) -> WeightOrigin:
     origin = read_origin_of_weights(run)
     assert origin is not None
     return origin
+
+
+def test_cells_of_a_sweep_start_from_the_same_weights(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save({"weight": torch.ones(2)}, path)
+    shared = SharedWeights(find(tmp_path, str(path)))
+    shared.copy_to(tmp_path / "first")
+    torch.save({"weight": torch.zeros(2)}, path)
+    shared.copy_to(tmp_path / "second")
+    assert read_weights(tmp_path / "second")["weight"].tolist() == [1, 1]
+    shutil.rmtree(tmp_path / "first")
+    with pytest.raises(ConfigError, match=r"model\.init_from: .*first cannot be copied to .*third"):
+        shared.copy_to(tmp_path / "third")
 
 
 def add_checkpoint(run: RunDir, step: int, accuracy: float | None) -> Path:
