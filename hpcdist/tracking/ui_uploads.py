@@ -36,18 +36,24 @@ class Uploads:
         self._reported: set[str] = set()
 
     def upload(self, runs: Sequence[RunDir]) -> None:
-        """Upload what MLflow lacks of these runs. If the store fails, the other runs wait for the next call."""
+        """Upload the records of these runs that MLflow does not have.
+
+        If the store fails, the other runs wait for the next call.
+        """
         for run in runs:
             try:
                 if not is_complete(run):
                     sync_run(run, self._env)
             except (HpcdistError, OSError) as error:
-                text = f"{run.name}: {error}"
-                if text not in self._reported:
-                    say(text, error=True)
-                self._reported.add(text)
+                self.report(f"{run.name}: {error}")
                 if isinstance(error, TrackingError):
                     return
+
+    def report(self, text: str) -> None:
+        """Print a problem, unless it is known already."""
+        if text not in self._reported:
+            say(text, error=True)
+        self._reported.add(text)
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> None:
@@ -59,7 +65,10 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     pause_s = PAUSE_S  # `hpcdist ui` has just uploaded everything
     while _is_open(server, pause_s):
         began = time.monotonic()
-        uploads.upload(find_runs(runs_dir))
+        try:
+            uploads.upload(find_runs(runs_dir))
+        except OSError as error:  # the folder of the runs is not available
+            uploads.report(f"{runs_dir}: {error.strerror or error}")
         search_s = time.monotonic() - began
         pause_s = min(max(PAUSE_S, _PAUSE_FACTOR * search_s), _LONGEST_PAUSE_S)
 

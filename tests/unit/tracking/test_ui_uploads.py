@@ -1,5 +1,6 @@
 """Uploads while `hpcdist ui` is open; tests/browser shows them with a server."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -44,12 +45,16 @@ def test_problem_of_a_run_is_printed_once(
     assert capsys.readouterr().err == "second: not yours\nfirst: the server does not answer\n"
 
 
-def test_uploads_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_go_on_without_the_folder_until_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     server, init = 7, 1
     found: list[Path] = []
 
     def find_runs(runs_dir: Path) -> list[RunDir]:
         found.append(runs_dir)
+        if len(found) < 3:
+            raise OSError(errno.ESTALE, "Stale file handle")
         return []
 
     monkeypatch.setattr(os, "getppid", lambda: init if len(found) == 3 else server)
@@ -59,3 +64,4 @@ def test_uploads_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(ui_uploads, name, 0.0)
     main([str(tmp_path), str(server)], {})
     assert found == [tmp_path] * 3
+    assert capsys.readouterr().err == f"{tmp_path}: Stale file handle\n"
