@@ -83,7 +83,8 @@ MEMORY_PATTERNS = (
 )
 #: Errors of a process that has lost a child process.
 _CHILD_LOST = re.compile(
-    r"DataLoader worker|[Kk]illed|SIGKILL|BrokenProcessPool|process pool|EOFError|BrokenPipe|ConnectionReset|-9\b"
+    r"DataLoader worker|[Kk]illed|SIGKILL|BrokenProcessPool|process pool|EOFError|BrokenPipe|ConnectionReset"
+    r"|(?<![\w.])-9\b"  # an exit code, and no number such as 1e-9
 )
 
 #: Ordered: the first match is reported, so causes come before their consequences.
