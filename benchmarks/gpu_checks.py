@@ -1,6 +1,6 @@
-"""Parts of a GPU session that run hpcdist itself: facts, tests, trainers, recovery, doctor and preflight.
+"""Parts of a GPU session that run hpcdist itself: facts, tests, trainers, recovery, memory, scripts, doctor, preflight.
 
-    python benchmarks/gpu_checks.py facts|tests|trainers|recovery|doctor|preflight cuda|cpu FOLDER
+    python benchmarks/gpu_checks.py facts|tests|trainers|recovery|memory|scripts|doctor|preflight cuda|cpu FOLDER
 
 Each part prints JSON objects, one per line, as soon as a figure is known. The exit code is 1 if something failed.
 """
@@ -105,7 +105,11 @@ def trainer_commands(num_gpus: int) -> dict[str, list[str]]:
         "ddp, fp16": [*images, "precision.dtype=fp16"],
         "rnn": ["rnn_lm", "stop.max_steps=60", "launch.devices.parameter_server=cpu"],
         "hybrid": ["hybrid_clicks", "stop.max_steps=60", f"roles.trainer={min(2, max(1, num_gpus))}"],
-        "rl": ["rl_cartpole", "stop.max_epochs=5", "launch.device=auto", "launch.devices.observer=cpu"],
+        # On many cores it is solved after 10 steps, before a rank is killed: no return is higher than 500.
+        "rl": [
+            "rl_cartpole", "stop.max_epochs=5", "stop.threshold=501", "launch.device=auto",
+            "launch.devices.observer=cpu",
+        ],
         "pipeline": ["pipeline_resnet50", "stop.max_epochs=1"],
     }  # fmt: skip
     if (data := os.environ.get("HPCDIST_DATA_DIR")) and Path(data, "MNIST", "raw").is_dir():
@@ -251,6 +255,59 @@ def difference(left: object, right: object, path: str = "checkpoint") -> str:
     return "" if left == right else f"{path} differs"
 
 
+#: A micro-batch of all 8 samples needs 1.5 times the memory of the GPU, half of it fits.
+TOO_LARGE = """
+import torch
+
+
+def train(ctx, cfg):
+    free, total = torch.cuda.mem_get_info()
+    num_values = int(1.5 * total / 8 / 4)
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in ctx.steps(3, model=model, optimizer=optimizer):
+        for micro in ctx.elastic.micro_batches(model, step, 8):
+            activations = torch.ones(len(micro.indices), num_values, device=ctx.device)
+            (model(activations[:, :1].contiguous()).mean() * micro.weight).backward()
+            del activations
+        optimizer.step()
+        ctx.log({"train/loss": 0.0})
+"""
+
+
+def memory(device: str, folder: Path) -> bool:
+    """Exhaust the memory of the GPU in a run with `launch.fit_batch`, and one without it as the control."""
+    del folder
+    if device == "cpu":
+        say(memory="not run: needs a GPU")
+        return True
+    with tempfile.TemporaryDirectory(prefix="memory-") as place:
+        (Path(place) / "too_large.py").write_text(TOO_LARGE)
+        arguments = ["trainer=too_large:train", "data.global_batch_size=8", "elastic.micro_batches=1"]
+        arguments += ["launch.num_ranks=1", "launch.max_restarts=0", f"runs_dir={place}/runs", "tracking.uri=''"]
+        (Path(place) / "memory.yaml").write_text("experiment: memory\ntrainer: too_large:train\n")
+        control, reason = finishes(["memory.yaml", "name=control", *arguments], Path(place))
+        fitted, last = finishes(["memory.yaml", "name=fitted", *arguments, "launch.fit_batch=true"], Path(place))
+        number = json.loads(next(Path(place, "runs").glob("*/fitted/fitted_batch.json")).read_text()) if fitted else {}
+    say(without_fit_batch="finished" if control else f"failed: {reason}", with_fit_batch=last, fitted=number)
+    return fitted and not control
+
+
+def scripts(device: str, folder: Path) -> bool:
+    """Run programs of the tutorials: DDP on one GPU, and those that choose their devices themselves."""
+    good = True
+    ranks = {"tutorial_ddp_mnist": ["launch.num_ranks=1"], "tutorial_collectives": [], "tutorial_pipeline_resnet50": []}
+    for config, options in ranks.items():
+        arguments = [config, *options, f"runs_dir={folder}/runs", f"name=gpu-{config}", "tracking.uri=''"]
+        if device == "cpu":
+            arguments = on_cpu(arguments)
+        began = time.monotonic()
+        finished, last = finishes(arguments, folder)
+        say(**{config: f"{time.monotonic() - began:.1f} s" if finished else f"failed: {last}"})
+        good &= finished
+    return good
+
+
 def doctor(device: str, folder: Path) -> bool:
     """Run `hpcdist doctor`, and print its failures and warnings, and what it says of the GPUs."""
     command = [sys.executable, "-m", "hpcdist", "doctor", "--json"]
@@ -281,6 +338,8 @@ PARTS: dict[str, Callable[[str, Path], bool]] = {
     "tests": tests,
     "trainers": trainers,
     "recovery": recovery,
+    "memory": memory,
+    "scripts": scripts,
     "doctor": doctor,
     "preflight": preflight,
 }
