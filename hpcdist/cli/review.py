@@ -39,8 +39,8 @@ def ui(
     """Upload what MLflow lacks, start its UI on the runs' database, for this user only, and print the link to open.
 
     The link leads to the experiment of the newest run. The server listens on 127.0.0.1 and requires a token, which is
-    new at each start and part of the link. While it is open, it uploads new records of Slurm runs within a minute. If
-    the store is an MLflow server, nothing is started.
+    new at each start and part of the link. While it is open, it uploads new records of Slurm runs about once a minute.
+    If the store is an MLflow server, nothing is started.
 
     Examples:
         hpcdist ui

@@ -36,7 +36,8 @@ def runs(
 ) -> None:
     """List runs with their best value of checkpoint.monitor, cost, start and duration, the newest last.
 
-    With --sort best: the table of results that MLflow shows above the list of runs, for all ended runs.
+    With --sort best: the results of ended runs as in MLflow's table of an experiment, here over all experiments
+    unless --experiment names one.
 
     Examples:
         hpcdist runs

@@ -69,11 +69,11 @@ STEP_GROUP, VALUE_GROUP = "step", "value"
 
 
 def _pattern_problem(text: str) -> str:
-    """Return why a text is no regular expression for a metric; empty if it is one."""
+    """Return why a text is not a regular expression for a metric; empty if it is one."""
     try:
         pattern = re.compile(text)
     except re.error as error:
-        return f"is no regular expression: {error}"
+        return f"is not a regular expression: {error}"
     if not value_group(pattern):
         return "has no group for the value: put the number in parentheses, as in 'loss ([0-9.]+)'"
     return ""

@@ -267,7 +267,7 @@ def end_of_traceback(pieces: Iterable[str]) -> tuple[str, ...]:
         pieces: of one or more lines each, as `traceback.format_exception` returns them.
     """
     lines = "".join(pieces).rstrip().splitlines()
-    calls = []
+    calls: list[int] = []
     for index, line in enumerate(lines):
         if line.startswith(_STARTS_SCRIPT):
             calls = []  # those before it are hpcdist's

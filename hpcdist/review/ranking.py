@@ -11,7 +11,6 @@ from hpcdist.host.json_files import read_json
 from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.markdown import clock
 from hpcdist.review.uncertainty import evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import Measured, Verdict, judge
 from hpcdist.run.config_origin import is_generated
@@ -36,7 +35,6 @@ class Result:
     status: str = ""  #: with which the run ended
     name: str = ""  #: of the run, or its setting
     run_id: str = ""  #: in MLflow; empty before the run is uploaded
-    started: float = 0.0
     folder: str = ""
     parent: str = ""  #: the sweep: its MLflow run, or its folder
     setting: str = ""  #: of a sweep over seeds; empty for a run of its own
@@ -79,7 +77,6 @@ def read_result(run: RunDir, state: State) -> Result:
         price_per_hour=ledger.price_per_hour,
         name=setting or run.name,
         run_id=facts.run_id,
-        started=state.created,
         folder=str(run.path),
         parent="" if sweep is None else str(sweep.path),
         setting=setting,
@@ -151,11 +148,6 @@ class Row:
     def cost(self) -> str:
         """The allocated hours of all runs, with their price if it is known."""
         return cost_of(self.results)
-
-    @property
-    def started(self) -> str:
-        """The start of the first run, in UTC."""
-        return clock(min(result.started for result in self.results)).removesuffix(" UTC")
 
 
 #: Returns the values of a row, with the per-sample results of a single run whose folder is at hand.

@@ -34,7 +34,7 @@ _PAGE = 500
 _MAX_ROWS = 10
 _COLUMNS = ("Place", "Run or setting", "Value", "Against the best", "At step", "State", "Cost", "Report")
 #: Fields of a result that MLflow has in a place of their own, see `_read`.
-_NOT_IN_TAG = ("name", "run_id", "started", "folder", "parent", "setting")
+_NOT_IN_TAG = ("name", "run_id", "folder", "parent", "setting")
 _RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
@@ -90,7 +90,6 @@ def _read(run: entities.Run) -> Result | None:
     known = {
         "name": setting or info.run_name or info.run_id,
         "run_id": info.run_id,
-        "started": (info.start_time or 0) / 1000,
         "folder": tags.get("hpcdist.folder", ""),
         "parent": tags.get(PARENT_TAG, ""),
         "setting": setting,
@@ -168,8 +167,9 @@ def _headline(ranking: Ranking, num_rows: int, experiment_id: str) -> str:
     words = f"**Best {escaped(best.best.metric)}: {escaped(best.value_text)}, {page}**"
     if best.state not in ("", "finished"):
         words += f" ({escaped(best.state)})"
-    if ranking.beside_next:
-        words += f", {escaped(ranking.beside_next)}"
+    verdict = ranking.beside_next
+    if verdict:
+        words += f", {escaped(verdict)}"
     return f"{words} · {plural(num_rows, 'result')}"
 
 

@@ -42,13 +42,18 @@ def not_reserved(key: str) -> str:
     return key
 
 
+def is_of_code(record: journal.Record) -> bool:
+    """Return whether a record has a metric of the user's code, besides those that hpcdist measures."""
+    return any(not_reserved(key) == key for key in record.metrics)
+
+
 def has_metrics(run: RunDir) -> bool:
-    """Return whether the code of a run has logged a metric, besides those that hpcdist measures."""
+    """Return whether the code of a run has logged a metric."""
     for file in journal.journal_files(run.journal):
         offset = 0
         while True:
             chunk = journal.read_chunk(file.path, offset, final=True)
-            if any(not_reserved(key) == key for record in chunk.records for key in record.metrics):
+            if any(map(is_of_code, chunk.records)):
                 return True
             if chunk.offset == offset:
                 break

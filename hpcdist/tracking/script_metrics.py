@@ -34,7 +34,7 @@ from hpcdist.tracking.csv_logs import NotALog, read_rows
 from hpcdist.tracking.event_files import read_scalars
 from hpcdist.tracking.journal import JournalWriter, journal_files, read_records
 from hpcdist.tracking.output_metrics import OutputPatterns, read_lines
-from hpcdist.tracking.rank_records import not_reserved
+from hpcdist.tracking.rank_records import is_of_code, not_reserved
 from hpcdist.tracking.written_files import WrittenFile, is_event_file, read_written_files
 
 log = logging.getLogger(__name__)
@@ -124,9 +124,8 @@ class ScriptMetrics:
             if file.path.stem.endswith(FILE_SUFFIX):
                 continue
             records, self._searched[file.path] = read_records(file.path, self._searched.get(file.path, 0))
-            for record in records:
-                if any(not_reserved(key) == key for key in record.metrics):
-                    return True
+            if any(map(is_of_code, records)):
+                return True
         return False
 
     def _save(self) -> None:

@@ -46,7 +46,7 @@ from hpcdist.errors import ConfigError, shown
         ("experiment: a/b", "experiment must be a plain folder name (letters, digits, '.', '_', '-'), got 'a/b'"),
         ("experiment: ''", "experiment must not be empty"),
         ("tracking: {stdout_metrics: {loss: 'loss ('}}",
-         "tracking.stdout_metrics.loss: 'loss (' is no regular expression: missing ), unterminated subpattern at"
+         "tracking.stdout_metrics.loss: 'loss (' is not a regular expression: missing ), unterminated subpattern at"
          " position 5"),
         ("tracking: {stdout_metrics: {loss: '(?P<step>[0-9]+) loss'}}",
          "tracking.stdout_metrics.loss: '(?P<step>[0-9]+) loss' has no group for the value: put the number in"
