@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 #: Interval of attempts to read a command file, in seconds.
 READ_INTERVAL_S = 1.0
 ENDED_BEFORE = "the ranks ended before the profile began"
+#: torch has one profiler for a process: another one would cancel the first, and its export would crash the process.
+PROFILES_ITSELF = "the training code uses torch.profiler itself"
 #: Maximum number of characters of an error in a result.
 _MAX_ERROR = 300
 
@@ -95,20 +97,27 @@ class LiveCommands:
         if self._profiler is not None:
             self._num_steps += 1
             try:
+                if self._num_steps > 0:
+                    _require_recording()
                 self._profiler.step()
-            except RuntimeError as error:  # such as one that the script has stopped
+            except RuntimeError as error:
                 self._give_up(error)
             else:
                 _, command = self._waiting[0]
                 if self._num_steps == command.num_steps:
                     self._end()
-        if self._profiler is None and self._waiting:
+        while self._profiler is None and self._waiting:
             self._begin(step)
 
     def close(self) -> None:
         """End a profile in progress with fewer steps; the next attempt does not continue it."""
         if self._profiler is not None:
-            self._end()
+            try:
+                if self._num_steps >= 0:
+                    _require_recording()
+                self._end()
+            except RuntimeError as error:
+                self._give_up(error)
         for number, _ in self._waiting:
             self._report(number, CommandResult(error=ENDED_BEFORE))
         self._waiting.clear()
@@ -138,8 +147,10 @@ class LiveCommands:
         activities = {ProfilerActivity.CPU, device_activity}
         profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
+            if torch.autograd._profiler_enabled():
+                raise RuntimeError(PROFILES_ITSELF)
             profiler.start()
-        except RuntimeError as error:  # such as a profiler that the script has started
+        except RuntimeError as error:
             self._give_up(error)
             return
         self._profiler = profiler
@@ -186,3 +197,9 @@ class LiveCommands:
             write_result(self.attempt, number, self.rank, result)
         except OSError as error:
             log.warning("%s: %s", self.attempt.command_result(number, self.rank), error.strerror)
+
+
+def _require_recording() -> None:
+    """Raise RuntimeError if the profile does not record: code that profiles itself has ended it."""
+    if not torch.autograd._profiler_enabled():
+        raise RuntimeError(PROFILES_ITSELF)

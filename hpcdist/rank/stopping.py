@@ -4,6 +4,7 @@ A rank must not save alone, because others may be one step ahead or behind.
 """
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ from hpcdist.run.rank_requests import RequestReader
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
 AGREEMENT_INTERVAL_S = 0.1
-#: Largest number of step boundaries between two agreements, if a step takes no measurable time.
-MAX_SKIPPED_BOUNDARIES = 10_000
+#: Largest number of step boundaries between two agreements: slow steps may follow fast ones.
+MAX_SKIPPED_BOUNDARIES = 1_000
 #: Duration of a step for which the clock has measured none, in seconds.
 _CLOCK_STEP_S = 1e-6
 #: Interval of the checks for a request to stop, in seconds: each one reads a file.
@@ -30,9 +31,9 @@ class StopAgreement:
     """Gives all ranks the same answer to `should_stop` at the same step boundary.
 
     A round is one all-reduce of four floats on a CPU group, the maximum over the ranks: whether to stop, the duration
-    of a step, and the numbers of the newest commands `save` and `profile`. It starts at one boundary and its result is
-    read at the next, so that it overlaps with the step. From the duration of a step all ranks derive the same number of
-    boundaries to skip until the next round.
+    of the longest step since the last round, and the numbers of the newest commands `save` and `profile`. It starts at
+    one boundary and its result is read at the next, so that it overlaps with the step. From the duration of a step all
+    ranks derive the same number of boundaries to skip until the next round. A rank that decides alone asks its clock.
     """
 
     #: A gloo group of all ranks, on which all start collectives in the same order; None if one rank decides.
@@ -47,8 +48,9 @@ class StopAgreement:
         self._message = torch.zeros(4)  #: of the round in progress
         self._work: dist.Work | None = None  #: the round in progress
         self._num_to_skip = 0  #: boundaries until the next round
-        self._num_boundaries = 0  #: since the last round began
-        self._round_began = time.monotonic()
+        self._last_boundary: float | None = None  #: its time
+        self._longest_step_s: float | None = None  #: since the last round began; None before a step is measured
+        self._round_began = -math.inf
         self.agreed = False  #: whether the ranks stop
         #: Numbers of the newest commands `save` and `profile` that all ranks know; 0 before the first one.
         self.newest_save = 0
@@ -66,22 +68,26 @@ class StopAgreement:
         """
         if self.agreed:
             return True
-        self._num_boundaries += 1
+        now = time.monotonic()
+        if self._last_boundary is not None:
+            self._longest_step_s = max(self._longest_step_s or 0.0, now - self._last_boundary)
+        self._last_boundary = now
         if self._work is not None:
             self.close()
             self._obey(*self._message.tolist())
         elif self._num_to_skip > 0:
             self._num_to_skip -= 1
-        else:
-            self._begin_round()
+        elif self.group is not None or now - self._round_began >= AGREEMENT_INTERVAL_S:
+            self._begin_round(now)
         return self.agreed
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, now: float) -> None:
         """Start a round with what this rank knows. A rank that decides alone obeys it at once."""
-        now = time.monotonic()
-        step_s = (now - self._round_began) / self._num_boundaries
+        step_s = self._longest_step_s
+        if step_s is None:
+            step_s = AGREEMENT_INTERVAL_S  # the next round follows soon, with a measured step
+        self._longest_step_s = None
         self._round_began = now
-        self._num_boundaries = 0
         wanted = float(self.flag.is_raised or self._is_requested(now))
         save = 0
         profile = 0
@@ -91,6 +97,7 @@ class StopAgreement:
         message = (wanted, step_s, float(save), float(profile))
         if self.group is None:
             self._obey(*message)
+            self._num_to_skip = 0
             return
         self._message = torch.tensor(message)
         self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self.group, async_op=True)

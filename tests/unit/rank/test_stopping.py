@@ -9,6 +9,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,32 @@ def test_profiles_follow_each_other_and_end_with_the_rank(rank: OneRank) -> None
     assert rank.result(3) == CommandResult(error="the ranks ended before the profile began")
 
 
+def test_profile_is_refused_while_the_code_profiles_itself(rank: OneRank) -> None:
+    rank.train(1)
+    for _ in range(2):
+        rank.send(profile(100, 0))
+    with torch.profiler.profile() as own:
+        rank.train(4)
+    refusal = CommandResult(error="the training code uses torch.profiler itself")
+    assert [rank.result(number) for number in (1, 2)] == [refusal] * 2
+    assert own.key_averages()
+
+
+@pytest.mark.parametrize("ends", ["code", "rank"])
+def test_profile_that_the_code_has_ended_is_given_up(rank: OneRank, ends: str) -> None:
+    rank.send(profile(100, 0))
+    rank.train(4)
+    own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=9))
+    own.start()  # torch cancels the other profile
+    own.step()
+    own.stop()
+    if ends == "code":
+        rank.train(2)
+    else:
+        rank.commands.close()
+    assert rank.result(1) == CommandResult(error="the training code uses torch.profiler itself")
+
+
 def test_unwritable_profile_does_not_end_the_training(rank: OneRank, caplog: pytest.LogCaptureFixture) -> None:
     rank.run.artifacts.write_text("a file instead of a folder")
     rank.send(profile(1, 0))
@@ -181,6 +208,53 @@ def test_half_written_command_is_read_again(rank: OneRank, caplog: pytest.LogCap
 
 
 # --- stop requests on a file system that is temporarily unreachable
+
+
+class OneRankGroup:
+    """A group of one rank in place of gloo's: the maximum over its ranks is the message of this one."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@pytest.mark.parametrize("group", [None, OneRankGroup()])
+def test_script_with_slow_steps_stops_soon_after_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Any
+) -> None:
+    """A script creates the agreement at its first boundary: nothing is measured by then."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, **__: group)
+    (attempt := Attempt(tmp_path / "001")).path.mkdir()
+    agreement = StopAgreement(None, StopFlag(), RequestReader(attempt))
+    agreement.agree_in(group)
+    assert not agreement.at_boundary()
+    for _ in range(3):
+        now += 20.0
+        assert not agreement.at_boundary()
+    attempt.request.write_text("{}")
+    steps = 0
+    while not agreement.at_boundary():
+        now += 20.0
+        steps += 1
+    assert steps <= 3
+
+
+def test_single_rank_with_fast_steps_asks_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    (attempt := Attempt(tmp_path / "001")).path.mkdir()
+    requests = RequestReader(attempt)
+    polls = []
+    monkeypatch.setattr(requests, "poll", lambda: bool(polls.append(now)))
+    agreement = StopAgreement(None, StopFlag(), requests)
+    for step_s in [1e-6] * 5000 + [30.0] * 3:
+        now += step_s
+        agreement.at_boundary()
+    assert [round(at - 1000) for at in polls] == [0, 30, 60, 90]
 
 
 def test_check_for_a_stop_request_is_retried_after_an_error(
