@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,8 +50,23 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         return
     module = module.cpu().eval()
     example = example.cpu().contiguous()
-    with torch.no_grad():
-        output = module(example).float()
+    try:
+        with torch.no_grad():
+            output = _only_tensor(module(example)).float()
+        _write_exported(module, example, output, run)
+    except Exception:  # of the user's code, torch.export and pickle; the training is complete without the export
+        log.warning("the final model is only in checkpoints/, not in MLflow's format:", exc_info=True)
+
+
+def _only_tensor(output: object) -> torch.Tensor:
+    """Return the output of a model. Raises TypeError if it is anything but one tensor."""
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"the model returns a {type(output).__name__}, but MLflow's format needs one tensor")
+    return output
+
+
+def _write_exported(module: nn.Module, example: torch.Tensor, output: torch.Tensor, run: RunDir) -> None:
+    """Write `exported/`, or `model/` if torch.export cannot export the model."""
     unfinished = run.path / ".exported"
     for folder in (unfinished, run.exported, run.model):  # of an earlier end of the run
         shutil.rmtree(folder, ignore_errors=True)
@@ -63,7 +78,7 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         with _config.patch(backed_size_oblivious=free != [0]):  # type: ignore[attr-defined]  # torch adds it at run time
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         torch.export.save(program, unfinished / PROGRAM_FILE)
-        arrays = {
+        arrays: dict[str, Any] = {
             "inputs": example.numpy(),
             "outputs": output.numpy(),
             "torch": np.array(torch.__version__),

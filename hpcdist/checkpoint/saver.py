@@ -77,9 +77,7 @@ class BackgroundWriter:
         try:
             self.wait()
         except CheckpointError as error:
-            if not error.may_pass:
-                raise
-            log.error("%s; the training continues, and the next save tries again", error)
+            _require_passing(error)
 
     def check(self) -> None:
         """Raise CheckpointError if the write in progress has already failed permanently; does not wait."""
@@ -93,6 +91,13 @@ class BackgroundWriter:
         finally:
             self._thread.shutdown()
             self._buffers = HostBuffers()
+
+
+def _require_passing(error: CheckpointError) -> None:
+    """Raise an error of a save, or log it if the file system was unreachable: the training can go on."""
+    if not error.may_pass:
+        raise error
+    log.warning("%s; the training continues, and the next save tries again", error)
 
 
 class AsyncSaver(BackgroundWriter):
@@ -128,7 +133,10 @@ class AsyncSaver(BackgroundWriter):
             )
         if step == newest:
             # For example a save at the last step of an epoch, followed by the epoch's evaluation.
-            self._store.annotate(step, snapshot.metrics, snapshot.samples)
+            try:
+                self._store.annotate(step, snapshot.metrics, snapshot.samples)
+            except CheckpointError as error:
+                _require_passing(error)
             on_written()
             return
         state = {"model": snapshot.model, "trainer": snapshot.trainer, "rank_states": snapshot.rank_states}

@@ -403,7 +403,7 @@ class Context:
     def should_save(self, step: int) -> bool:
         """Return whether to save now: every `checkpoint.every_steps` steps, before a stop, and after `hpcdist save`."""
         every = self._config.checkpoint.every_steps
-        is_regular = every is not None and step % every == 0
+        is_regular = every is not None and step > 0 and step % every == 0
         if self._commands.save_is_due:
             return True
         return self._saved_step != step and (self._stop.agreed or is_regular)
@@ -678,4 +678,4 @@ def _number(name: str, value: float | Tensor) -> float:
         raise TrainerError(
             f"ctx.log: {name} is a tensor of {value.numel()} elements: pass one number, such as its mean"
         )
-    return float(value)
+    return float(value.detach())

@@ -147,7 +147,7 @@ class LiveCommands:
         activities = {ProfilerActivity.CPU, device_activity}
         profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
-            if torch.autograd._profiler_enabled():
+            if _is_recording():
                 raise RuntimeError(PROFILES_ITSELF)
             profiler.start()
         except RuntimeError as error:
@@ -199,7 +199,12 @@ class LiveCommands:
             log.warning("%s: %s", self.attempt.command_result(number, self.rank), error.strerror)
 
 
+def _is_recording() -> bool:
+    """Return whether a profiler of torch records in this process; False while it warms up."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def _require_recording() -> None:
     """Raise RuntimeError if the profile does not record: code that profiles itself has ended it."""
-    if not torch.autograd._profiler_enabled():
+    if not _is_recording():
         raise RuntimeError(PROFILES_ITSELF)

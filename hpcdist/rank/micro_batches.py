@@ -227,6 +227,8 @@ class BufferChanges:
                 change = after ^ before
             else:
                 old, new = _real(before), _real(after)
+                if not old.dtype.is_signed:  # a difference below 0 would wrap around
+                    old, new = old.to(dtype), new.to(dtype)
                 # Not `new - old` alone: an infinite value that has not changed has no difference.
                 change = torch.where(new == old, 0, new - old)
             changes.append(change.flatten().to(dtype) * weight)

@@ -139,6 +139,8 @@ class RunningScript:
         self._heartbeat: Heartbeat | None = None
         #: Time before the first reported step, of repeated steps, and of new ones.
         self._account = TimeAccount()
+        #: The first step with metrics, until the script logs another one; None if it calls `should_stop` before.
+        self._first_logged: int | None = None
         self._notes = TrainingNotes(self.attempt, is_main=self.topology.rank == 0)
         if self.topology.rank == 0 and self.config.launch.gpu_type == NVIDIA:
             self._notes.set_devices(visible_devices(os.environ))
@@ -170,11 +172,25 @@ class RunningScript:
         heartbeat = self._beating()
         heartbeat.note_logged(metrics, step)
         if step:  # MLflow's client logs step 0 where a script passes none
-            self._count(step, first_step=step - 1)
+            self._count_logged(step)
         heartbeat.beat()
 
-    def _count(self, step: int, first_step: int) -> None:
-        """Book the time until a reported step; the first one shows at which step the attempt has begun."""
+    def _count_logged(self, step: int) -> None:
+        """Count a step for which the script has logged metrics.
+
+        Only two consecutive ones show at which step the attempt has begun: it may log every hundredth step. Otherwise
+        the first attempt counts from 0.
+        """
+        if not self._account.phases:
+            self._first_logged = step
+        elif self._first_logged is not None and step != self._first_logged:
+            if step == self._first_logged + 1:
+                self._notes.set_first_step(self._first_logged - 1)
+            self._first_logged = None
+        self._count(step, first_step=0 if self.attempt.number == 1 else None)
+
+    def _count(self, step: int, first_step: int | None) -> None:
+        """Book the time until a reported step; before the first one, note at which step the attempt has begun."""
         if not self._account.phases:
             self._account.reached = reached_before(self.attempt)
             self._notes.begin(first_step)
@@ -219,7 +235,7 @@ class RunningScript:
         if self._commands is not None and self._commands.save_is_due:
             self._saving = step, self._commands.begin_save(step, self.run.checkpoints)
         every = self.config.checkpoint.every_steps
-        is_regular = every is not None and step % every == 0
+        is_regular = every is not None and step > 0 and step % every == 0
         return self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)
 
     def _report_saved(self, step: int | None = None) -> None:

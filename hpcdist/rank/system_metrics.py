@@ -73,20 +73,21 @@ def _usage(disk_path: str, network_before: tuple[int, int], gpus: Mapping[int, o
         gpus: handles of NVML by index.
     """
     memory = psutil.virtual_memory()
-    disk = psutil.disk_usage(disk_path)
     received, sent = _network_bytes()
     received_before, sent_before = network_before
     values = {
         "cpu_utilization_percentage": psutil.cpu_percent(),
         "system_memory_usage_megabytes": memory.used / MB,
         "system_memory_usage_percentage": memory.percent,
-        "disk_usage_percentage": disk.percent,
-        "disk_usage_megabytes": disk.used / MB,
-        "disk_available_megabytes": disk.free / MB,
         # The counters are smaller than before if a network card has disappeared.
         "network_receive_megabytes": max(0, received - received_before) / MB,
         "network_transmit_megabytes": max(0, sent - sent_before) / MB,
     }
+    with suppress(OSError):  # the file system is unreachable, which ends neither the run nor the other metrics
+        disk = psutil.disk_usage(disk_path)
+        values["disk_usage_percentage"] = disk.percent
+        values["disk_usage_megabytes"] = disk.used / MB
+        values["disk_available_megabytes"] = disk.free / MB
     for index, handle in gpus.items():
         values |= _gpu_usage(f"gpu_{index}", handle)
     return values

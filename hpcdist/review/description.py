@@ -11,7 +11,7 @@ from urllib.parse import quote
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.training_schema import script_name
 from hpcdist.errors import duration, few, plural
-from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts, lost_text
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.markdown import (
     PATCH,
@@ -259,7 +259,9 @@ def _steps(attempt: AttemptFacts, *, is_script: bool) -> str:
     """Return the steps of an attempt as `101 to 200`."""
     if attempt.last_step is None:
         return "not reported" if is_script else ""
-    num_before = attempt.first_step or 0
+    num_before = attempt.first_step
+    if num_before is None:
+        return f"to {attempt.last_step:,}"
     if attempt.last_step <= num_before:
         return "none"
     return f"{num_before + 1:,} to {attempt.last_step:,}"
@@ -399,7 +401,7 @@ def _interruptions(facts: RunFacts) -> str:
     num_killed = sum(attempt.failure == "killed" for attempt in ended_early)
     num_bugs = sum(attempt.is_bug for attempt in ended_early)
     num_others = len(ended_early) - num_killed - num_bugs
-    num_lost = sum(attempt.steps_lost or 0 for attempt in facts.attempts)
+    num_lost = lost_text(facts.attempts)
     parts = []
     if num_killed:
         parts.append(f"{plural(num_killed, 'rank')} killed")
@@ -407,8 +409,9 @@ def _interruptions(facts: RunFacts) -> str:
         parts.append(plural(num_bugs, "failure"))
     if num_others:
         parts.append(plural(num_others, "interruption"))
-    if num_lost:
-        parts.append(f"{plural(num_lost, 'step')} lost")
+    if num_lost not in ("", "0", "at least 0"):
+        noun = "step" if num_lost == "1" else "steps"
+        parts.append(f"{num_lost} {noun} lost")
     return ", ".join(parts)
 
 

@@ -134,7 +134,8 @@ class AttemptFacts:
     nodes: tuple[str, ...] = ()
     time_limit: float | None = None  #: end of the allocation; None without a time limit
     training_began: float | None = None
-    first_step: int | None = None  #: steps done when the attempt began; None if it did not begin to train
+    #: Steps done when the attempt began; None if it did not begin to train, or a script does not report each step.
+    first_step: int | None = None
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
     failure: str = ""  #: kind of the first failure, see `Failure`; empty if the attempt did not fail
@@ -159,7 +160,7 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     for attempt in reversed(run.attempts()):
         by_slurm = _cause_by_slurm(ends.get(attempt.number))
         facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=by_slurm)
-        if facts.first_step is not None:
+        if facts.training_began is not None:
             resumed = facts.first_step
         attempts.append(facts)
     return tuple(reversed(attempts))
@@ -183,6 +184,21 @@ def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     return "…" + text[len(text) - max_chars + 1 :]
+
+
+def lost_text(attempts: Sequence[AttemptFacts]) -> str:
+    """Return the number of steps that all attempts have lost, as `35` or `at least 35`; empty if none is known."""
+    known = [attempt.steps_lost for attempt in attempts if attempt.steps_lost is not None]
+    if not known:
+        return ""
+    is_partial = any(
+        attempt.steps_lost is None and attempt.last_step is not None and attempt.status != "running"
+        for attempt in attempts
+    )
+    total = f"{sum(known):,}"
+    if is_partial:
+        return f"at least {total}"
+    return total
 
 
 def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
@@ -606,11 +622,10 @@ def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | Non
     beat = newest_beat(run.attempt(current.number))
     if not beat:
         return None
-    num_steps = beat["step"] - (current.first_step or 0)
     elapsed_s = beat["time"] - (current.training_began or current.started)
     steps_per_s = None
-    if elapsed_s > 0 and num_steps > 0:
-        steps_per_s = num_steps / elapsed_s
+    if current.first_step is not None and beat["step"] > current.first_step and elapsed_s > 0:
+        steps_per_s = (beat["step"] - current.first_step) / elapsed_s
     return Progress(
         step=beat["step"],
         total_steps=beat.get("total_steps"),

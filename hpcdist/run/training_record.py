@@ -28,7 +28,8 @@ class DatasetRecord:
 class TrainingRecord:
     """The content of `training.json`."""
 
-    first_step: int = 0  #: step of the restored checkpoint, or 0
+    #: Step of the restored checkpoint, or 0; None if it is unknown, as for a script that reports every hundredth step.
+    first_step: int | None = 0
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
@@ -73,9 +74,13 @@ class TrainingNotes:
         self._is_main = is_main
         self._record = TrainingRecord()
 
-    def begin(self, first_step: int) -> None:
-        """Record that training begins now, after `first_step` steps."""
+    def begin(self, first_step: int | None) -> None:
+        """Record that training begins now, after `first_step` steps; None if their number is unknown."""
         self._write(replace(self._record, first_step=first_step, began=time.time()))
+
+    def set_first_step(self, first_step: int) -> None:
+        """Record after how many steps the training has begun."""
+        self._write(replace(self._record, first_step=first_step))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
         """Add a dataset; it replaces one of the same name and split."""

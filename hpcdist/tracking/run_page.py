@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.review.description import describe
-from hpcdist.review.facts import RunFacts, interruptions, read_facts, with_speeds
+from hpcdist.review.facts import RunFacts, interruptions, lost_text, read_facts, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.training_record import DatasetRecord
@@ -163,7 +163,7 @@ def summary_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
         causes = facts.state.reason
     if causes:
         tags["hpcdist.interruptions"] = causes
-    steps_lost = [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]
+    steps_lost = lost_text(facts.attempts)
     if steps_lost:
-        tags["hpcdist.lost_steps"] = str(sum(steps_lost))
+        tags["hpcdist.lost_steps"] = steps_lost
     return tags

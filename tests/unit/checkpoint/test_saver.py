@@ -295,6 +295,20 @@ def test_unreachable_file_system_fails_the_last_save_alone(
         saver.close()
 
 
+def test_metrics_of_a_saved_step_do_not_end_the_training(
+    store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(saver, 1, wait=True)
+    disk = FailingFsync(monkeypatch, errno.ESTALE)
+    disk.error = errno.ESTALE
+    save(saver, 1)
+    assert "its metrics could not be written: Stale file handle; the training continues" in caplog.text
+    disk.error = errno.ENOSPC
+    with pytest.raises(CheckpointError, match="its metrics could not be written: No space left"):
+        save(saver, 1)
+    disk.error = None
+
+
 def test_full_disk_is_an_error_of_the_next_call_once(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FailingFsync(monkeypatch, errno.ENOSPC)
     saver = AsyncSaver(store)

@@ -108,6 +108,24 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
         hpcdist.log({"loss": "x"}, 4)  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize(
+    ("attempt", "reported", "first_step"),
+    [(1, [100, 200], 0), (2, [200, 300], None), (2, [101, 101, 102, 103], 100), (1, [501, 502], 500), (2, [7], None)],
+    ids=["first attempt", "every hundredth step", "each step", "from a checkpoint", "one report"],
+)
+def test_attempt_of_a_script_begins_where_its_reports_show_it(
+    run: RunDir, records: RankRecords, attempt: int, reported: list[int], first_step: int | None
+) -> None:
+    while len(run.attempts()) < attempt:
+        run.new_attempt()
+    with entered_script(CONFIG, run.attempt(attempt), ALONE, records):
+        for step in reported:
+            hpcdist.log({"loss": 0.5}, step)
+    training = read_training(run.attempt(attempt))
+    assert training is not None
+    assert training.first_step == first_step
+
+
 def live(run: RunDir) -> RunDir:
     run.config.write_text("trainer: {target: ddp, script: [train.py]}\n")
     run.write_state(replace(run.read_state(), status="running", attempt=1, world_size=1))
@@ -172,6 +190,7 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
 def test_script_saves_at_its_configured_interval_and_at_a_stop(run: RunDir, records: RankRecords) -> None:
     config, attempt = replace(CONFIG, checkpoint=CheckpointConfig(every_steps=3)), run.attempt(1)
     with entered_script(config, attempt, ALONE, records) as script:
+        assert not hpcdist.should_save(0), "untrained weights"
         assert saved_at(script, 1, 6) == [3, 6]
         attempt.send_request(StopRequest(cause="user", by="hpcdist stop"))
         assert hpcdist.should_stop(7)
@@ -200,17 +219,13 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
         other.close()
 
 
-def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
+def test_number_of_steps_done_shows_where_the_attempt_began(run: RunDir) -> None:
     attempt = run.attempt(1)
     logging_script = RunningScript(CONFIG, run, attempt, ALONE)
     logging_script.note({"loss": 1.0}, None)  # MLflow's metrics without a step are numbered in each attempt anew
     logging_script.note({"loss": 1.0}, 0)
     assert read_training(attempt) == TrainingRecord(devices=visible_devices(os.environ), cpu=cpu_name()), "not begun"
-    logging_script.note({"loss": 1.0}, 11)
     logging_script.close()
-    recorded = read_training(attempt)
-    assert recorded is not None
-    assert recorded.first_step == 10
     # `should_stop` is told the number of steps done.
     asking_script = RunningScript(CONFIG, run, run.new_attempt(), ALONE)
     asking_script.should_stop(20, None)

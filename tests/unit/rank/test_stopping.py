@@ -227,7 +227,7 @@ def test_script_with_slow_steps_stops_soon_after_the_request(
     """A script creates the agreement at its first boundary: nothing is measured by then."""
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, **__: group)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: group)
     (attempt := Attempt(tmp_path / "001")).path.mkdir()
     agreement = StopAgreement(None, StopFlag(), RequestReader(attempt))
     agreement.agree_in(group)
@@ -248,8 +248,13 @@ def test_single_rank_with_fast_steps_asks_its_clock(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("time.monotonic", lambda: now)
     (attempt := Attempt(tmp_path / "001")).path.mkdir()
     requests = RequestReader(attempt)
-    polls = []
-    monkeypatch.setattr(requests, "poll", lambda: bool(polls.append(now)))
+    polls: list[float] = []
+
+    def poll() -> bool:
+        polls.append(now)
+        return False
+
+    monkeypatch.setattr(requests, "poll", poll)
     agreement = StopAgreement(None, StopFlag(), requests)
     for step_s in [1e-6] * 5000 + [30.0] * 3:
         now += step_s

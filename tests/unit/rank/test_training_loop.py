@@ -269,6 +269,7 @@ class Model(nn.Module):
     count: Tensor
     seen: Tensor
     phases: Tensor
+    level: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,6 +280,7 @@ class Model(nn.Module):
         self.register_buffer("limits", torch.tensor([0.0, float("-inf")]))
         self.register_buffer("phases", torch.tensor([1 + 1j, 2 - 1j]))
         self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("level", torch.tensor([5], dtype=torch.uint8))
 
     def forward(self, value: Tensor, index: int) -> None:
         self.mean += value
@@ -286,6 +288,7 @@ class Model(nn.Module):
         self.count += 1
         self.seen[index] = True
         self.phases += 1j * value[0]
+        self.level -= 2
 
 
 def test_buffers_change_by_the_weighted_mean_of_micro_batches() -> None:
@@ -307,6 +310,7 @@ def test_buffers_change_by_the_weighted_mean_of_micro_batches() -> None:
     assert int(found["inner.count"]) == 6
     assert found["inner.seen"].tolist() == [True, True, True]
     assert found["inner.limits"].tolist() == [0.0, float("-inf")]
+    assert found["inner.level"].tolist() == [3]
     assert torch.equal(found["inner.phases"], torch.tensor([1 + 1j, 2 - 1j]) + 1j * mean[0])
 
 

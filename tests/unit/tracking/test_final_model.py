@@ -117,6 +117,34 @@ def test_model_that_cannot_be_written_is_an_error(scene: Scene, tmp_path: Path) 
 
 
 @pytest.mark.processes  # torch starts ldconfig
+def test_model_that_cannot_be_exported_does_not_end_the_training(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+    from torch import nn
+
+    from hpcdist.checkpoint.export import export_model
+
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            return x, x
+
+    class Broken(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no batches of two")
+
+    for net, problem in (
+        (Two(1, 1), "returns a tuple, but MLflow's format needs one tensor"),
+        (Broken(1, 1), "of two"),
+    ):
+        caplog.clear()
+        export_model(net, torch.rand(2, 1), scene.run)
+        assert caplog.messages == ["the final model is only in checkpoints/, not in MLflow's format:"]
+        assert problem in caplog.text
+        assert not scene.run.exported.exists()
+
+
+@pytest.mark.processes  # torch starts ldconfig
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
 def test_model_takes_other_image_sizes_if_the_network_does(scene: Scene) -> None:
     import mlflow.pyfunc

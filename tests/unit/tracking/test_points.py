@@ -1,5 +1,6 @@
 """Selection of points: each (key, step) once, within the budgets of charts and points, whatever crashes."""
 
+import errno
 import json
 import math
 import random
@@ -364,6 +365,16 @@ GPUS = {
         *("power_usage_watts", "power_usage_percentage"),
     )
 }
+
+
+def test_other_metrics_are_recorded_while_the_disk_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> None:
+        raise OSError(errno.ESTALE, f"Stale file handle: {path}")
+
+    everything = _usage("/", (0, 0), {})
+    monkeypatch.setattr("psutil.disk_usage", fail)
+    found = _usage("/", (0, 0), {})
+    assert {name for name in everything if not name.startswith("disk_")} == set(found)
 
 
 @pytest.mark.parametrize("prefix", ["system/", "system/gpu_1/"], ids=["one node", "several nodes"])
