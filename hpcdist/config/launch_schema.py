@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.section import IS_PATH, MAX_PER_NODE, ConfigSection, number, variables
+from hpcdist.config.section import IS_PATH, MAX_PER_NODE, ConfigSection, address_problem, number, variables
 
 #: Types of GPUs by torch's name, and the backend of collectives between them; AMD's GPUs have NVIDIA's names in torch.
 GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -95,6 +95,8 @@ class NotifyConfig(ConfigSection):
         problems = []
         if self.webhook and not self.webhook.startswith(("http://", "https://", "***")):
             problems.append("webhook must be an address that begins with https:// or http://")  # without the secret
+        elif self.webhook.startswith("http") and address_problem(self.webhook):
+            problems.append(f"webhook {address_problem(self.webhook)}")
         if self.webhook and self.command:
             problems.append("webhook and command exclude each other: set one of them")
         return problems

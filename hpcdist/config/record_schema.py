@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.section import ConfigSection, number
+from hpcdist.config.section import ConfigSection, address_problem, number
 from hpcdist.errors import shown
 
 COMMANDS = ("stop", "save", "profile")
@@ -54,6 +54,8 @@ class TrackingConfig(ConfigSection):
 
     def problems(self) -> list[str]:
         problems = []
+        if self.uri.startswith(("http://", "https://")) and address_problem(self.uri):
+            problems.append(f"uri {address_problem(self.uri)}")
         for name in self.commands:
             if name not in COMMANDS:
                 problems.append(f"commands: {name!r} must be one of {', '.join(COMMANDS)}")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from hpcdist.errors import shown
 
@@ -92,6 +93,22 @@ def one_line(section: object, *names: str) -> list[str]:
         if _CONTROL.search(str(text)):
             problems.append(f"{key} must be one line without control characters, got {shown(str(text))}")
     return problems
+
+
+def address_problem(address: str) -> str:
+    """Return what is wrong with an address that begins with http:// or https://, for use after its key; empty if valid.
+
+    The text does not contain the address, which may hold a password.
+    """
+    try:
+        parts = urlsplit(address)
+        has_host = bool(parts.hostname)
+        has_port = parts.port != 0  # raises ValueError for one out of range
+    except ValueError:
+        has_host = has_port = False
+    if has_host and has_port:
+        return ""
+    return "has no valid host and port: expected such as http://host:5000"
 
 
 S = TypeVar("S")

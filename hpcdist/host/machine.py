@@ -23,6 +23,30 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+#: Of a process in `/proc/PID/stat`, counted after the name in brackets, which may contain blanks: see proc(5).
+_STATE_FIELD, _START_FIELD = 0, 19
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process of this machine started, in clock ticks since the boot; None if it has ended.
+
+    Together with the process id the number identifies a process until the next boot. psutil's time of the start is not
+    used: it changes whenever the clock of the machine is set.
+    """
+    try:
+        fields = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[_STATE_FIELD] in "ZX":  # it waits for its parent to read its exit code
+        return None
+    return int(fields[_START_FIELD])
+
+
+def boot_id() -> str:
+    """Return the identity of the machine's current boot; empty if the kernel does not show it."""
+    return text_of(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
 def look_up(name: str) -> dict[str, Any]:
     """Look up the address of a host name, and the name of that address. A broken resolver takes many seconds.
 

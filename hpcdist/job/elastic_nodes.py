@@ -14,12 +14,12 @@ from typing import NamedTuple
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
 from hpcdist.containers.runtimes import CONTAINERS_STEP
-from hpcdist.errors import HpcdistError
-from hpcdist.host.json_files import read_json
+from hpcdist.errors import HpcdistError, RunFolderError
+from hpcdist.host.json_files import fill, read_json
 from hpcdist.job.node_steps import ranks_on_nodes
 from hpcdist.job.srun import PREFLIGHT_STEP
 from hpcdist.run.checkpoint_files import newest_step
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.supervisor.protocols import NodeChanges
@@ -510,12 +510,25 @@ class ElasticNodes(FixedNodes):
         )
 
 
+def _read_failure(attempt: Attempt) -> Failure | None:
+    """Return the failure of an attempt; None without one, or if its record is damaged. Unknown keys are ignored."""
+    record = read_json(attempt.failure)
+    if record is None:
+        return None
+    lines = record.get("traceback")
+    if isinstance(lines, list):
+        record["traceback"] = tuple(map(str, lines))
+    try:
+        return fill(Failure, record, attempt.failure)
+    except RunFolderError:
+        return None
+
+
 def failing_node(run: RunDir, nodes: Sequence[str]) -> str:
     """Return the node among `nodes` on which ranks fail repeatedly; "" if there is none."""
     history = []
     for attempt in run.attempts():
-        record = read_json(attempt.failure)
-        history.append(Failure(**record) if record is not None else None)
+        history.append(_read_failure(attempt))
     host = suspect(history)
     if host is None:
         return ""

@@ -13,7 +13,6 @@ from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
-from hpcdist.config.slurm_notation import expand
 from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import ContainerSpec
@@ -73,7 +72,7 @@ class Preflight:
             # Slurm ends the probes with the job, so missing answers mean nothing. The ranks will stop at once.
             log.info("preflight: skipped, because the run is stopping")
             return
-        tasks = expand(self.env["SLURM_JOB_NODELIST"])
+        tasks = list(self.nodes.names)
         checks = _find_problems(needs, answers, tasks, asked_at)
         seconds = time.monotonic() - began
         self._write(attempt, answers, checks, seconds)

@@ -66,7 +66,13 @@ KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram
 
 
 def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
-    """Return the histogram of one or more values, in at most MAX_BINS intervals of equal width."""
+    """Return the histogram of values, in at most MAX_BINS intervals of equal width, without those that are not finite.
+
+    Without any finite value it has one empty interval.
+    """
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return Histogram(title=title, x_label=x_label, y_label=y_label, edges=[0.0, 1.0], counts=[0.0])
     low, high = min(values), max(values)
     num_bins = 1
     if high > low:

@@ -195,6 +195,13 @@ class Attempt:
         """Write a request file. Rank 0 checks for it once a second, the supervisor more often."""
         write_json(self.request, asdict(request) | {"time": time.time()}, within_s=within_s)
 
+    def requested_at(self) -> float:
+        """Return when the request was written, in seconds since the epoch; 0 without a request or its time."""
+        written = (read_json(self.request) or {}).get("time")
+        if isinstance(written, int | float):
+            return float(written)
+        return 0.0
+
     def read_request(self, *, within_s: float | None = None) -> StopRequest | None:
         """Return the request; None without one.
 

@@ -26,6 +26,7 @@ from hpcdist.errors import LeaseLostError, RunFolderError, error_text
 from hpcdist.host import retry
 from hpcdist.host.json_files import LARGEST, read_json, write_json
 from hpcdist.host.locks import exclusive
+from hpcdist.host.machine import boot_id, process_start
 from hpcdist.run.folder import RunDir, State
 
 log = logging.getLogger(__name__)
@@ -100,13 +101,8 @@ def _is_here(lease: dict[str, Any]) -> bool:
 def _is_alive(lease: dict[str, Any]) -> bool:
     if not _is_here(lease):
         return abs(time.time() - float(lease["renewed"])) < STALE_S
-    import psutil  # slow to import, and ranks never need it
-
-    try:
-        process = psutil.Process(int(lease["pid"]))
-        return process.create_time() == lease["started"] and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    is_of_this_boot = lease.get("boot") == boot_id()
+    return is_of_this_boot and process_start(int(lease["pid"])) == lease["started"]
 
 
 class Held:
@@ -190,13 +186,12 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
     A lease of an earlier start of the same Slurm job is taken over at once, because Slurm runs a job once at a time. A
     stale lease of another host is first watched for one minute. Raises RunFolderError if another process holds it.
     """
-    import psutil
-
     mine: dict[str, Any] = {
         "host": socket.gethostname(),
         "processes": _processes(),
         "pid": os.getpid(),
-        "started": psutil.Process().create_time(),
+        "started": process_start(os.getpid()),
+        "boot": boot_id(),
         "user": user_name(),
         "job_id": job_id,
         "owner": secrets.token_hex(8),

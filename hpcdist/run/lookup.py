@@ -11,7 +11,8 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, UserMistake, plural, suggestion
 from hpcdist.host.ownership import is_mine, require_trusted
 from hpcdist.run.folder import RunDir
-from hpcdist.run.lease import is_held
+from hpcdist.run.lease import holder, is_held
+from hpcdist.run.status import job_of
 from hpcdist.run.sweeps import SweepDir
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
         if run is None:
             continue
         with suppress(RunFolderError, OSError):
-            if not active or run.read_state().status in ("queued", "running"):
+            if not active or _is_active(run):
                 runs[run.read_state().created] = run
     if not runs:
         kind = ""
@@ -122,6 +123,14 @@ def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
             f"no run in {runs_dir.absolute()}{kind}: name one, or set HPCDIST_RUNS_DIR to the folder of all runs"
         )
     return runs[max(runs)]
+
+
+def _is_active(run: RunDir) -> bool:
+    """Return whether a run or sweep waits or runs; not if its supervisor was killed on this machine."""
+    status = run.read_state().status
+    if status == "running" and not isinstance(run, SweepDir) and job_of(run) is None:
+        return holder(run) is not None
+    return status in ("queued", "running")
 
 
 def resolve_run(text: str, runs_dir: Path) -> RunDir:

@@ -29,7 +29,7 @@ from hpcdist.config.redaction import redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.config.written import redacted_argument
-from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.errors import RunFolderError, UserMistake, few
 from hpcdist.host import machine
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import fill, parse_json, write_json
@@ -39,6 +39,8 @@ from hpcdist.run.folder import DATABASE, RunDir, read_record
 from hpcdist.run.lease import user_name
 
 log = logging.getLogger(__name__)
+#: Letters and a blank before each path in the output of `git status --porcelain`.
+_STATUS_WIDTH = 3
 
 # The tree that holds the code of a run.
 
@@ -244,11 +246,19 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         commit = git_output(root, "rev-parse", "HEAD").strip()
     patch = ""
     changed: list[str] = []
+    is_dirty = False
     if root is not None and commit:
+        status = git_output(root, "status", "--porcelain", "--untracked-files=no", "--no-renames", "-z")
+        changed = [entry[_STATUS_WIDTH:] for entry in status.split("\0") if entry]
+        is_dirty = bool(changed)
         options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
         patch = git_output(root, "diff", "--binary", *options)
-        names = git_output(root, "diff", "--name-only", "-z", *options)
-        changed = [name for name in names.split("\0") if name]
+        if is_dirty and not patch:
+            log.warning(
+                "%s: `git diff HEAD` fails, so the run folder gets no code.patch with the uncommitted changes of %s",
+                root,
+                few(changed),
+            )
     if patch:
         write_atomic(run.patch, patch.encode(errors="surrogateescape"))
     else:
@@ -264,7 +274,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         cwd=str(cwd),
         root=str(top),
         git_commit=commit or None,
-        git_dirty=bool(root and git_output(root, "status", "--porcelain", "--untracked-files=no")),
+        git_dirty=is_dirty,
         copied=copied,
         changed=changed,
         untracked=untracked[:MAX_UNTRACKED],

@@ -373,15 +373,18 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
         message = _dequeue(run, request, snapshot)
         if message is not None:
             return message
-        # The job has just started: its supervisor holds the run soon, or never. No event shows that on another host.
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        before = run.read_state().attempt
-        while time.monotonic() < deadline and (holder(run) is None or run.read_state().attempt <= before):
-            time.sleep(POLL_S)
+        _wait_for_attempt(run, after=run.read_state().attempt, holds_soon=True)
+    elif run.read_state().attempt == 0:
+        _wait_for_attempt(run, after=0, holds_soon=False)
     state = run.read_state()
-    if holder(run) is None or state.attempt == 0:
+    if holder(run) is None:
         raise UserMistake(
             f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
+        )
+    if state.attempt == 0:
+        raise UserMistake(
+            f"run {run.name} is being prepared and has no attempt yet: repeat the command when `hpcdist status"
+            f" {run.name}` shows one"
         )
     run.send_request(request)
     if action == "cancel":
@@ -391,6 +394,25 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
         limit = "and SIGKILL unless it ends within launch.stop_grace_s"
         return f"{run.name}: {script} gets SIGTERM, {limit}; `hpcdist status {run.name}` shows what it has saved"
     return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
+
+
+def _wait_for_attempt(run: RunDir, *, after: int, holds_soon: bool) -> None:
+    """Wait until a supervisor holds the run and has begun an attempt, for at most _START_TIMEOUT_S.
+
+    No event shows that on another host.
+
+    Args:
+        after: the number of the last attempt before.
+        holds_soon: whether a supervisor is expected although none holds the run; otherwise the wait ends without one.
+    """
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        is_held = holder(run) is not None
+        if is_held and run.read_state().attempt > after:
+            return
+        if not is_held and not holds_soon:
+            return
+        time.sleep(POLL_S)
 
 
 def author_of(action: str) -> str:

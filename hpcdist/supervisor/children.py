@@ -297,8 +297,12 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
         ship_now(run, config, env)
         return
     shipper = ShipperProcess(run, uri, {**env, IDENTITY_VARIABLE: identity(run.path)}, through_queue=True)
-    yield
-    shipper.drain(config.tracking.drain_timeout_s, say)
+    drain_s = 0.0
+    try:
+        yield
+        drain_s = config.tracking.drain_timeout_s
+    finally:
+        shipper.drain(drain_s, say)
 
 
 def _low_priority() -> int:

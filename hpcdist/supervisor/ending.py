@@ -71,6 +71,7 @@ class AttemptFacts:
     reason: str  #: one sentence: how and why the attempt ended
     stop_cause: Callable[[], StopCause | None]  #: of the request to stop the ranks, if any
     earlier_failures: Sequence[Failure]  #: those after which the ranks were restarted on the same nodes
+    failure_before: Failure | None  #: of the attempt directly before, if the ranks were restarted on the same nodes
     failed_before: str  #: the reason with which the attempt before failed, perhaps in an earlier start of the job
     max_restarts: int
     check_nodes: Callable[[Failure], NodeFindings]
@@ -125,7 +126,7 @@ def decide(facts: AttemptFacts) -> Ending:
         refit = facts.refit(outcome)
         if refit:
             return Ending(kind="refit", reason=f"{reason}; {refit}")
-    if facts.earlier_failures and outcome.same_as(facts.earlier_failures[-1]):
+    if facts.failure_before is not None and outcome.same_as(facts.failure_before):
         return Ending(kind="failed", reason=f"{reason}, twice in a row: another restart would not help")
     if len(facts.earlier_failures) >= facts.max_restarts:
         if facts.max_restarts > 0:

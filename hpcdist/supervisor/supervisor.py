@@ -17,7 +17,7 @@ from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake, error_text
 from hpcdist.host import retry
-from hpcdist.host.json_files import write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import attempt_times
 from hpcdist.run.attempt_times import AttemptTimes, Resources, read_times, write_times
@@ -95,6 +95,7 @@ class Supervisor:
             self._nodes = self.job.nodes
         #: Failures after which the ranks were restarted on the same nodes.
         self._failures: list[Failure] = []
+        self._failure_before: Failure | None = None  #: see `AttemptFacts`
         #: Number of restarts that `launch.max_restarts` does not limit: other or more nodes, smaller micro-batches.
         self._moves = 0
         self._state = State(status="created")
@@ -255,12 +256,15 @@ class Supervisor:
             if ending.kind == "restart":
                 assert isinstance(outcome, Failure)
                 self._failures.append(outcome)
+                self._failure_before = outcome
                 self.report.note(f"restart {len(self._failures)} of {self.config.launch.max_restarts}")
             elif ending.kind in ("move", "refit"):
                 self._moves += 1
+                self._failure_before = None
                 self.report.note(f"restart: {ending.reason}")
             elif ending.kind == "grow":
                 self._moves += 1
+                self._failure_before = None
                 self._nodes.use_returned()
             else:
                 return self._end_run(attempt, outcome, ending)
@@ -275,13 +279,12 @@ class Supervisor:
         attempt = self.folder.new_attempt()
         num_ranks = self.launcher.num_ranks
         self._write(replace(self._state, attempt=attempt.number, restarts=restarts, world_size=num_ranks))
-        if self._last_attempt is not None:
-            # A request may have reached the previous attempt after its failure.
-            late = self._request_of(self._last_attempt)
+        before = self._attempt_before(attempt)
+        if before is not None and self._may_have_late_request(before):
+            late = self._request_of(before)
             if late is not None and late.ends_run:
                 attempt.send_request(late)
         self._resources = self.launcher.resources
-        before = self._attempt_before(attempt)
         times = AttemptTimes(
             supervised=self._began,
             began=time.time(),
@@ -291,6 +294,16 @@ class Supervisor:
         )
         self._times = attempt_times.begin(attempt, self._resources, times)
         return attempt
+
+    def _may_have_late_request(self, before: Attempt) -> bool:
+        """Return whether a request in the folder of the attempt before the next one is meant for the next one.
+
+        It may have been written after the failure of that attempt, or while this supervisor prepared its first start.
+        """
+        if self._last_attempt is not None:
+            return True
+        lease = read_json(self.folder.lease) or {}
+        return before.requested_at() > float(lease.get("acquired", self._began))
 
     def _attempt_before(self, attempt: Attempt) -> Attempt | None:
         """Return the attempt before one, also of an earlier supervisor; None before the first one."""
@@ -429,6 +442,7 @@ class Supervisor:
             reason=reason,
             stop_cause=lambda: self._stop_cause(attempt),
             earlier_failures=self._failures,
+            failure_before=self._failure_before,
             failed_before=self._failed_before(attempt),
             max_restarts=self.config.launch.max_restarts,
             check_nodes=lambda failure: self._check_nodes(attempt, failure),

@@ -195,6 +195,11 @@ def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
         (r"params=\${x}", "params must be dict[str, Any], got '${x}'"),
         ("runs_dir=***", "runs_dir: *** stands for a redacted secret: write the value, or ${oc.env:NAME}"),
         ("launch.device.x=1", "launch.device.x: a part of this path is a value already, not a section"),
+        *(
+            (f"tracking.uri={uri}", "tracking.uri has no valid host and port: expected such as http://host:5000")
+            for uri in ("http://[x", "http://x:99999999", "https://:5000")
+        ),
+        ("notify.webhook=https://ada:secret@[x", "notify.webhook has no valid host and port: expected such as http"),
         *((word, f"{word!r} is no override: write key=value, as in optim.lr=0.01") for word in ("optim.lr", "=3", "")),
         *(
             (f"{key}={value}", f"{key}: the home folder of '~nosuchuser' is unknown: use an absolute path")

@@ -17,7 +17,7 @@ from hpcdist.config.training_schema import DataConfig
 from hpcdist.errors import HpcdistError
 from hpcdist.host.json_files import write_json
 from hpcdist.job import elastic_nodes
-from hpcdist.job.elastic_nodes import ElasticNodes, HostProbe, NodePool
+from hpcdist.job.elastic_nodes import ElasticNodes, HostProbe, NodePool, failing_node
 from hpcdist.job.node_steps import has_lost_batch_host
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
@@ -335,3 +335,14 @@ def test_job_has_lost_its_batch_host_if_it_runs_on_other_nodes() -> None:
     for change in ({"NodeList": "n[1,3-4]"}, {"JobState": "PENDING"}, {"NodeList": "(null)"}):
         assert not has_lost_batch_host(lost | change)
     assert not has_lost_batch_host({})
+
+
+def test_failures_of_other_versions_and_damaged_ones_are_read(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "e" / "r")
+    known = {"kind": "error", "rank": 1, "host": "n1", "step": 3, "error": "x", "traceback": ["a", "b"]}
+    for record in (known, known | {"key_of_a_later_version": 1}, {"kind": "error"}, known | {"traceback": 3}):
+        write_json(run.new_attempt().failure, record)
+        assert failing_node(run, ["n1", "n2"]) in ("", "n1")
+    for _ in range(3):
+        write_json(run.new_attempt().failure, known | {"key_of_a_later_version": 1})
+    assert failing_node(run, ["n1", "n2"]) == "n1"

@@ -23,6 +23,9 @@ def test_figures_are_read_as_written(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "f.json cannot be written" in caplog.text
     found = histogram("h", [1.0, 2.0, 3.0, 3.0], x_label="x", y_label="y")
     assert (sum(found.counts), found.edges[0], found.edges[-1]) == (4, 1.0, 3.0)
+    finite = histogram("h", [float("nan"), 5.0, float("inf")], x_label="x", y_label="y")
+    assert (finite.counts, finite.edges[0]) == ([1.0], 5.0)
+    assert histogram("h", [float("nan")], x_label="x", y_label="y").counts == [0.0]
     equal = histogram("h", [5.0, 5.0], x_label="x", y_label="y")
     assert equal.counts == [2.0]
     assert equal.edges[0] < equal.edges[1]

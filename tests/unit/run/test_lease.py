@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.host.json_files import read_json, write_json
+from hpcdist.host.machine import boot_id, process_start
 from hpcdist.run import lease
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold, holder
@@ -88,8 +88,8 @@ def first(contender: Callable[..., subprocess.Popen[str]]) -> subprocess.Popen[s
 
 
 def write_lease(run: RunDir, **changes: Any) -> None:
-    mine = psutil.Process()
-    known = {"host": socket.gethostname(), "pid": mine.pid, "started": mine.create_time(), "user": "ada"}
+    pid = os.getpid()
+    known = {"host": socket.gethostname(), "pid": pid, "started": process_start(pid), "boot": boot_id(), "user": "ada"}
     times = {"acquired": time.time(), "renewed": time.time()}
     write_json(run.lease, known | times | changes)
 
@@ -177,10 +177,26 @@ def test_check_and_acquisition_of_the_lease_are_atomic(run: RunDir, monkeypatch:
 def test_reused_process_id_is_another_process(run: RunDir) -> None:
     write_lease(run)
     assert holder(run) is not None
-    write_lease(run, started=psutil.Process().create_time() - 100)
+    write_lease(run, started=(process_start(os.getpid()) or 0) - 100)
+    assert holder(run) is None
+    write_lease(run, boot="another boot")
     assert holder(run) is None
     run.lease.write_text('{"host": ')
     assert holder(run) is None, "damaged"
+
+
+def test_holder_is_alive_after_the_clock_was_set(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil derives the start of a process from the time of the boot, which moves with the clock."""
+    with hold(run):
+        monkeypatch.setattr("psutil.boot_time", lambda: 0.0)
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
+        assert holder(run) is not None
+    ended = subprocess.Popen(["true"])
+    started = process_start(ended.pid)
+    while started is not None:  # until it waits for this process to read its exit code
+        started = process_start(ended.pid)
+    ended.wait()
+    assert process_start(ended.pid) is None
 
 
 def test_lease_without_its_keys_is_taken_over(run: RunDir) -> None:

@@ -165,6 +165,24 @@ def test_patch_applied_to_the_commit_gives_the_code(
     assert (project / "data").read_bytes() == after
 
 
+def test_failing_diff_is_reported_with_the_changed_files(
+    project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / ".gitattributes").write_text("*.bin filter=lfs\n")
+    (project / "data.bin").write_text("old")
+    git("add", "-A")
+    git("commit", "--quiet", "-m", "data")
+    git("config", "filter.lfs.required", "true")
+    git("config", "filter.lfs.clean", "no-such-program")
+    (project / "data.bin").write_text("newer")
+    state = take(config(run), run, project)
+    assert (state.git_dirty, state.changed) == (True, ["data.bin"])
+    assert "`git diff HEAD` fails, so the run folder gets no code.patch with the uncommitted changes of data.bin" in (
+        caplog.text
+    )
+    assert not (run.path / "code.patch").exists()
+
+
 def test_nested_repository_is_left_out(project: Path, git: Git, run: RunDir) -> None:
     """git lists submodules and nested checkouts as one folder."""
     write(project, train="1", vendor__tool="2")

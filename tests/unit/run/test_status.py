@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
+from hpcdist.errors import UserMistake
 from hpcdist.host.json_files import read_json, write_json
-from hpcdist.run import snapshot
+from hpcdist.run import snapshot, status
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import CHECKS_PER_S, WRITES_PER_S, RunDir, beat_interval_s, num_due_ranks, system_interval_s
 from hpcdist.run.job_record import all_job_starts, job_starts
@@ -24,6 +25,7 @@ from hpcdist.run.status import (
     QUERY_UNAVAILABLE_S,
     StatusWatch,
     close_if_lost,
+    end,
     query_jobs,
     record_job_start,
     status_from,
@@ -213,6 +215,27 @@ def test_lease_of_an_ended_job_on_another_host_is_void(run: RunDir, slurm: Calla
     slurm(ENDED)
     assert close_if_lost(run) == "job 7 ended as NODE_FAIL on n2"
     assert not run.lease.exists()
+
+
+def test_request_waits_for_the_first_attempt_of_a_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "POLL_S", 0.0)
+    polls = []
+
+    def begin(_: float) -> None:
+        polls.append(1)
+        if len(polls) == 3:
+            set_state(run, status="running", attempt=run.new_attempt().number)
+
+    monkeypatch.setattr("time.sleep", begin)
+    with hold(run):
+        assert end(run, "stop").startswith(f"{run.name} will save and stop")
+    assert run.attempt(1).request.exists()
+
+
+def test_request_to_a_run_that_does_not_begin_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_START_TIMEOUT_S", 0.0)
+    with hold(run), pytest.raises(UserMistake, match="is being prepared and has no attempt yet: repeat the command"):
+        end(run, "stop")
 
 
 def test_local_run_is_closed_if_its_holder_is_dead(run: RunDir) -> None:

@@ -48,6 +48,7 @@ def facts(
     requeued: bool | None = None,
     nodes: NodeFindings | None = None,
     earlier: tuple[Failure, ...] = (),
+    moved: bool = False,
     failed_before: str = "",
     max_restarts: int = 9,
     nothing_saved: str | None = None,
@@ -61,6 +62,7 @@ def facts(
         reason=outcome.sentence() if isinstance(outcome, Failure) else SAVED,
         stop_cause=causes or (lambda: cause),
         earlier_failures=earlier,
+        failure_before=earlier[-1] if earlier and not moved else None,
         failed_before=failed_before,
         max_restarts=max_restarts,
         check_nodes=is_not_asked if nodes is None else lambda _: nodes,
@@ -123,6 +125,7 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
          f"{FAILED}, twice in a row: another restart would not help"),
         (facts(failure(), nodes=FIT, earlier=(failure(step=6),)), "restart", FAILED),
         (facts(failure(), nodes=FIT, earlier=(failure(), OTHER)), "restart", FAILED),
+        (facts(failure(), nodes=FIT, earlier=(failure(),), moved=True), "restart", FAILED),
         # An exception of the code: a restart continues from what is saved, and does not repeat everything.
         (facts(RAISED, nodes=FIT, nothing_saved=""), "restart", FAILED),
         (facts(RAISED, nodes=FIT, **NONE_SAVED), "failed",

@@ -24,6 +24,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.config.training_schema import DataConfig, ElasticConfig, TrainerConfig
 from hpcdist.errors import NO_PROCESS, ConfigError, RunFolderError
+from hpcdist.host.gpu_info import gpu_device_files
 from hpcdist.host.json_files import read_json
 from hpcdist.run import create, folder, snapshot
 from hpcdist.run.attempt_times import read_times
@@ -380,6 +381,15 @@ def test_machine_counts_usable_cores_and_visible_gpus(monkeypatch: pytest.Monkey
     install_fake_nvml(monkeypatch, *[gpu("NVIDIA H200")] * 4)
     for env, num_gpus in (({}, 4), ({"CUDA_VISIBLE_DEVICES": ""}, 0), ({"CUDA_VISIBLE_DEVICES": " 0, 1 "}, 2)):
         assert Machine.inspect(env) == Machine(num_cpus=3, num_gpus=num_gpus)
+
+
+@pytest.mark.skipif(gpu_device_files() > 0, reason="this machine has GPUs")
+def test_variable_selects_no_gpu_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_fake_nvml(monkeypatch)
+    selected = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert Machine.inspect(selected).num_gpus == 0
+    monkeypatch.setattr(plans, "AMD_DRIVER", tmp_path)
+    assert Machine.inspect(selected).num_gpus == 2, "its GPUs are not counted"
 
 
 # --- elastic runs

@@ -292,6 +292,18 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     assert state.reason == "everything saved (`hpcdist stop` by ada)"
 
 
+def test_stop_request_while_a_resume_prepares_its_start_counts(scene: Scene) -> None:
+    """Until then, the newest attempt is that of the supervisor before."""
+    scene.launch = {"max_restarts": 0}
+    scene.script(first=[fails("nan"), EXIT_0], second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
+    assert scene.supervise().status == "failed"
+    supervisor = scene.supervisor()
+    scene.run.send_request(StopRequest(cause="user", by="`hpcdist stop` by ada"))
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt) == ("stopped", 2)
+    assert state.reason == "everything saved (`hpcdist stop` by ada)"
+
+
 def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("nan"), EXIT_0])
