@@ -27,7 +27,7 @@ from hpcdist.review.markdown import (
 )
 from hpcdist.review.uncertainty import LEGEND
 from hpcdist.run.config_origin import PLAIN_SCRIPT
-from hpcdist.run.folder import DATABASE, RunDir, State, own_place
+from hpcdist.run.folder import DATABASE, ENDED, RunDir, State, own_place
 from hpcdist.run.sweeps import text_of
 from hpcdist.run.training_record import DatasetRecord
 
@@ -432,10 +432,10 @@ def _sections(
         yield _progress(facts, facts.progress, now)
     elif facts.state.status == "running":
         yield f"State at {clock(now)}: no step is done yet in this attempt."
-    elif facts.is_live:
-        yield f"State at {clock(now)}."
-    elif facts.state.ended is not None:
-        yield f"State at {clock(facts.state.ended)}, when it ended."
+    else:
+        yield state_at(facts.state, now)
+    if facts.is_live and facts.launcher == "slurm" and facts.tracking_uri.startswith("sqlite:"):
+        yield _NOT_FROM_THE_JOB
     yield "### Setup\n\n" + setup_table(setup_rows(facts))
     if facts.has_patch:
         yield link("uncommitted changes", _artifact(facts, PATCH))
@@ -482,6 +482,24 @@ def _first_lines(facts: RunFacts, ledger: Ledger, finding: "Finding | None") -> 
     if facts.state.status in ("failed", "stopped", "cancelled"):
         return status + result
     return result + status
+
+
+#: Several hosts cannot write to a database on a shared file system.
+_NOT_FROM_THE_JOB = (
+    "The job cannot write to this database: the page follows the run while `hpcdist ui` or `hpcdist follow` is open,"
+    " and after `hpcdist sync`."
+)
+
+
+def state_at(state: State, now: float) -> str:
+    """Return as of when a page shows a run or sweep: the time of its end, or that of the page while it has not ended.
+
+    Args:
+        now: the time of the page, in seconds since the epoch.
+    """
+    if state.status in ENDED and state.ended is not None:
+        return f"State at {clock(state.ended)}, when it ended."
+    return f"State at {clock(now)}."
 
 
 def setup_table(rows: Iterable[tuple[str, Sequence[str]]]) -> str:

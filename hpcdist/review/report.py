@@ -1,6 +1,7 @@
 """The report of a run: one self-contained HTML file."""
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -141,6 +142,7 @@ def render_sweep(sweep: SweepDir, facts: SweepFacts, drawn: Sequence[SweepChart]
     content = {
         "run": sweep,
         "facts": facts,
+        "as_of": description.state_at(facts.state, time.time()),
         "spent": spent,
         "pages": pages,
         "cost": cost,
@@ -231,6 +233,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
         "curve": charts.primary_chart(facts, series) if facts else None,
+        "as_of": description.state_at(facts.state, time.time()) if facts else "",
     }
     problems += figure_problems
     content["problems"] = list(dict.fromkeys(problems))

@@ -1,6 +1,7 @@
 """The cells and settings of a sweep, the best of them, and the description of a sweep in Markdown for MLflow's UI."""
 
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any, TypeGuard
 
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.host.json_files import read_json
-from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, status_line
+from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, state_at, status_line
 from hpcdist.review.facts import (
     best_checkpoint,
     is_hidden,
@@ -266,6 +267,7 @@ def describe_sweep(
     cost: str = "",
     report: str = "",
     max_chars: int,
+    now: float | None = None,
 ) -> str:
     """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first.
 
@@ -274,8 +276,10 @@ def describe_sweep(
         setup: of the first cell; other cells may differ in it by the swept keys.
     """
 
+    when = time.time() if now is None else now
+
     def sections(num_kept: int) -> Iterator[str]:
-        yield from _sweep_sections(facts, cost, report, num_kept)
+        yield from _sweep_sections(facts, cost, report, num_kept, state_at(facts.state, when))
         if setup:
             yield f"### Setup of {escaped(facts.cells[0].label, 100)}\n\n" + setup_table(setup)
         if ledger.entries:
@@ -284,7 +288,7 @@ def describe_sweep(
     return fitted(sections, _KEPT_CELLS, max_chars)
 
 
-def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) -> Iterator[str]:
+def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as_of: str) -> Iterator[str]:
     yield status_line(facts.state)
     settings = facts.settings if facts.monitor else ()
     if facts.best is not None:
@@ -296,6 +300,7 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) ->
         parts.append(link("report.html", report))
     if parts:
         yield " · ".join(parts)
+    yield as_of
     if settings and settings[0].values:
         columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Against the best", "Cells")
         yield table(columns, facts.setting_rows[:num_kept])

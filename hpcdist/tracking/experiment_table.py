@@ -16,7 +16,7 @@ from hpcdist.errors import RunFolderError, plural
 from hpcdist.host.json_files import fill, parse_json, read_json
 from hpcdist.review.facts import readable
 from hpcdist.review.ledger import cost_of
-from hpcdist.review.markdown import escaped, link, one_line, run_page, table, with_code
+from hpcdist.review.markdown import clock, escaped, link, one_line, run_page, table, with_code
 from hpcdist.review.ranking import Measure, Placed, Ranking, Result, Row, measure_in, rankings, read_result
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
@@ -174,8 +174,12 @@ def _headline(ranking: Ranking, num_rows: int, experiment_id: str) -> str:
 
 
 def _total(results: Sequence[Result]) -> str:
-    """Return the number of ended runs and their cost."""
-    words = plural(len(results), "ended run")
+    """Return the number of ended runs and their cost, as of the end of the last one.
+
+    The time of the page itself would make it differ between processes that end at once.
+    """
+    ended = max(result.ended for result in results)
+    words = f"{plural(len(results), 'ended run')} until {clock(ended)}"
     num_without = sum(not result.metric for result in results)
     if num_without:
         words += f", {num_without} of them without a result"

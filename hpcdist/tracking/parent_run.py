@@ -96,8 +96,9 @@ class ParentRun:
             cost = f"`hpcdist cost {self._sweep.name}` lists it by run"
             if spent:
                 cost = f"{spent}; {cost}"
-            options = {"cost": cost, "report": report}
-            set_note(opened, describe_sweep(facts, together(ledgers), setup, **options, max_chars=MAX_DESCRIPTION))
+            ledger = together(ledgers)
+            text = describe_sweep(facts, ledger, setup, cost=cost, report=report, max_chars=MAX_DESCRIPTION)
+            set_note(opened, text)
             if facts.is_best and facts.best is not None:
                 best = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}"
                 if facts.beside_next:

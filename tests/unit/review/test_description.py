@@ -119,7 +119,12 @@ def test_description_of_a_live_run() -> None:
     begun = described(replace(FACTS, progress=None))
     assert "\n\nState at 1970-01-01 00:38 UTC: no step is done yet in this attempt.\n" in begun
     queued = described(replace(FACTS, progress=None, state=State(status="queued", reason="preempted")))
-    assert "\n\nState at 1970-01-01 00:38 UTC.\n" in queued
+    assert "\n\nState at 1970-01-01 00:38 UTC.\n\n### Setup" in queued
+    job = replace(FACTS, launcher="slurm", tracking_uri="sqlite:////runs/mlflow.db")
+    note = "\n\nThe job cannot write to this database: the page follows the run while `hpcdist ui` "
+    assert note in described(job)
+    assert note not in described(replace(job, tracking_uri="http://mlflow"))
+    assert note not in described(replace(job, state=State(status="finished", reason="why", ended=1600.0)))
     ended = described(replace(FACTS, progress=None, state=State(status="failed", reason="why", ended=1600.0)))
     assert "\n\nState at 1970-01-01 00:26 UTC, when it ended.\n" in ended
 
@@ -349,13 +354,13 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
         for lr, values in ((0.1, (0.99, 0.90, 0.93)), (0.2, (0.95, 0.96, 0.94)), (0.3, (0.5, None, None)))
         for seed, value in enumerate(values)
     ]
-    state = State(status="finished", reason="9 cells")
+    state = State(status="finished", reason="9 cells", ended=1600.0)
     keys = ("seed", "optim.lr")
     facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
     text = plain(describe_sweep(facts, Ledger(), max_chars=8000))
     assert text.startswith(
         "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 s.d. (n=3)** (highest is best), "
-        "within noise of lr=0.1\n\n"
+        "within noise of lr=0.1\n\nState at 1970-01-01 00:26 UTC, when it ended.\n\n"
         "| Setting | eval/acc: mean ± s.d. (n seeds) | Against the best | Cells |\n| --- | --- | --- | --- |\n"
         "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | the best | 3 |\n"
         "| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | within noise (-0.01) | 3 |\n"
@@ -389,11 +394,12 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
         CellFacts(values={"optim.lr": 0.2}, label="lr=0.2", status="finished", metric=0.5, step=10, page="#/a"),
         CellFacts(values={"optim.lr": 0.3}, label="lr=0.3", status="finished", metric=0.75, step=20, page="#/b"),
     ]
-    state = State(status="failed", reason="3 cells: 1 failed, 2 finished")
+    state = State(status="running", reason="3 cells: 1 failed, 1 finished, 1 running")
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
-    assert plain(describe_sweep(facts, Ledger(), max_chars=8000)) == (
-        "**failed**: 3 cells: 1 failed, 2 finished\n\n"
+    assert plain(describe_sweep(facts, Ledger(), max_chars=8000, now=2300.0)) == (
+        "**running**: 3 cells: 1 failed, 1 finished, 1 running\n\n"
         "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best), too few seeds to tell from lr=0.2\n\n"
+        "State at 1970-01-01 00:38 UTC.\n\n"
         "| Run | optim.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
         "| [lr=0.3](#/b) | 0.3 | 0.75 | 20 | finished |\n"
         "| [lr=0.2](#/a) | 0.2 | 0.5 | 10 | finished |\n"

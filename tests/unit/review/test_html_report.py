@@ -83,6 +83,9 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
     assert ">fix:<" not in page[: page.index("</header>")], "it has finished"
+    assert "State at 2025-10-09 08:55 UTC, when it ended." in page
+    full.state(status="running")
+    assert re.search(r"State at 20\d\d-\d\d-\d\d \d\d:\d\d UTC\.<", page_of(full)), "the time of the page"
     full.state(status="failed", reason="rank 1 on n2 was killed by SIGKILL")
     top = page_of(full).partition("</header>")[0]
     assert [line for line in explain(full.run).lines if line.startswith("fix:")] == [

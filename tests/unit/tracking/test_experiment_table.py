@@ -206,7 +206,7 @@ def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
     write_json(attempt.failure, failure | {"traceback": traceback})
     scene.state(status="failed", reason="rank 1 on n1 failed with ValueError: no", ended=2.0)
     scene.shipper().ship_once()
-    assert "2 ended runs, 1 of them without a result. " in note_of_experiment(scene)
+    assert "2 ended runs until 1970-01-01 00:00 UTC, 1 of them without a result. " in note_of_experiment(scene)
     found = scene.entity.data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n").replace("\\", "")
     assert found.startswith(
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
