@@ -28,14 +28,13 @@ from hpcdist.review.facts import (
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.markdown import text_of
 from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
-from hpcdist.review.sweep_facts import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
+from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
-from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
-from hpcdist.run.sweeps import text_of as config_text
+from hpcdist.run.sweeps import SweepDir, setting_of
 
 ReadSeries = Callable[[RunDir], Mapping[str, Series]]
 T = TypeVar("T")
@@ -150,8 +149,6 @@ def render_sweep(sweep: SweepDir, facts: SweepFacts, drawn: Sequence[SweepChart]
         "ledger": together(spent.values()),
         "setup": sweep_setup(facts, sweep),
         "charts_of_sweep": drawn,
-        "heat_map": heat_map(facts),
-        "repetition": REPETITION,
     }
     return environment().get_template("sweep.html").render(content)
 
@@ -171,32 +168,6 @@ def charts_of(sweep: SweepDir, facts: SweepFacts, read: ReadSeries) -> list[Swee
 def as_image(chart: SweepChart) -> str:
     """Return a chart as an SVG file in the style of the report."""
     return image_of(chart.figure, environment().get_template("style.css").render())
-
-
-#: A heat map has rows and columns.
-_NUM_AXES = 2
-
-
-def heat_map(facts: SweepFacts) -> dict[str, dict[str, tuple[SettingFacts, str]]]:
-    """Return the settings of a sweep over two keys with their shades, by their values; empty for other sweeps."""
-    keys = [key for key in facts.keys if key != REPETITION]
-    settings = facts.by_setting
-    means = [setting.mean for setting in settings.values() if setting.mean is not None]
-    if len(keys) != _NUM_AXES or not means:
-        return {}
-    lowest = min(means)
-    width = max(means) - lowest or 1.0
-    rows: dict[str, dict[str, tuple[SettingFacts, str]]] = {}
-    for cell in facts.cells:
-        setting = settings[setting_of(cell.values)]
-        row, column = [config_text(cell.values.get(key)) for key in keys]
-        share = 0.0
-        if setting.mean is not None:
-            share = (setting.mean - lowest) / width
-        if facts.sign > 0:  # lower values are better, and the best one is the darkest
-            share = 1 - share
-        rows.setdefault(row, {})[column] = setting, charts.shade(share)
-    return rows
 
 
 def render_report(run: RunDir, read: ReadSeries) -> str:
