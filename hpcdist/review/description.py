@@ -4,12 +4,10 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
-from hpcdist.config.training_schema import script_name
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import duration, few, plural
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts, lost_text
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
@@ -26,8 +24,7 @@ from hpcdist.review.markdown import (
     with_code,
 )
 from hpcdist.review.uncertainty import LEGEND
-from hpcdist.run.config_origin import PLAIN_SCRIPT
-from hpcdist.run.folder import DATABASE, ENDED, RunDir, State, own_place
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import text_of
 from hpcdist.run.training_record import DatasetRecord
 
@@ -274,24 +271,11 @@ MAX_LINE = 80
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 
 
-def run_again_command(facts: RunFacts) -> str:
-    """Return the command that starts the same config in the same store, with `***` for secrets; empty if unknown."""
-    if not facts.config_name or not facts.overrides_known:
-        return _in_folder(facts, facts.command)
-    command = "submit" if facts.launcher == "slurm" else "run"
-    words = ["hpcdist", command]
-    overrides = [f"{key}={text_of(override.after)}" for key, override in facts.overrides.items()]
-    script: list[str] = []
-    if facts.config_name == PLAIN_SCRIPT:
-        script = facts.stored.config.trainer.script
-        if script_name(script).removesuffix(".py") != facts.experiment:
-            overrides.insert(0, f"experiment={facts.experiment}")
-    else:
-        words.append(facts.config_name)
-    if facts.cluster_name:
-        words += ["--cluster", facts.cluster_name]
-    words += [*overrides, *_location(facts), *script]
-    return _in_folder(facts, shlex.join(words))
+def start_command(facts: RunFacts) -> str:
+    """Return the command that created the run, with the folder in which it was given; empty if it is not recorded."""
+    if not facts.command or not facts.cwd:
+        return facts.command
+    return f"cd {shlex.quote(facts.cwd)} && {facts.command}"
 
 
 def rerun_command(facts: RunFacts) -> str:
@@ -326,25 +310,6 @@ def wrapped(command: str) -> str:
         else:
             lines[-1] += f" {word}"
     return "\n".join(lines)
-
-
-def _location(facts: RunFacts) -> list[str]:
-    """Return the overrides for the folder and the store of the run, if they are not the default ones of its folder."""
-    overrides = []
-    runs_dir = facts.folder.parent.parent.absolute()
-    if Path(facts.cwd, "runs") != runs_dir:
-        overrides.append(f"runs_dir={runs_dir}")
-    default = f"sqlite:///{own_place(runs_dir) / DATABASE}"
-    # A redacted password makes the URI useless.
-    if facts.tracking_uri not in ("", default) and not is_redacted(facts.tracking_uri):
-        overrides.append(f"tracking.uri={facts.tracking_uri}")
-    return overrides
-
-
-def _in_folder(facts: RunFacts, command: str) -> str:
-    if not command or not facts.cwd:
-        return command
-    return f"cd {shlex.quote(facts.cwd)} && {command}"
 
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
@@ -447,16 +412,13 @@ def _sections(
     if ledger.entries:
         yield "### Cost\n\n" + cost_text(ledger)
     yield from _load(facts)
-    command = run_again_command(facts)
-    if command:
-        text = "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:"
-        if REDACTED in command:
-            text += " Replace each \\*\\*\\* by the secret, which is not recorded."
-        yield f"{text}\n\n{_block(command, 'bash')}"
     yield (
-        "With the config and the code of this run, and a comparison of the logged values, where its folder is:\n\n"
-        + _block(rerun_command(facts), "bash")
+        "### Run it again\n\nWith its config and its code, and a comparison of the logged values, where its folder is:"
+        f"\n\n{_block(rerun_command(facts), 'bash')}"
     )
+    command = start_command(facts)
+    if command:
+        yield f"The command that started it:\n\n{_block(command, 'bash')}"
 
 
 def _first_lines(facts: RunFacts, ledger: Ledger, finding: "Finding | None") -> list[str]:

@@ -394,7 +394,6 @@ class RunFacts:
     cluster_name: str = ""  #: the site profile as given; empty without one
     overrides: Mapping[str, Override] = field(default_factory=dict)
     """Keys whose values differ from the config as given."""
-    overrides_known: bool = False  #: whether the config as given is recorded
     like: str = ""  #: the run that has given its config and code
     like_run_id: str = ""  #: its id in MLflow; empty if it was not uploaded
     sweep: str = ""  #: name of the sweep that this run is a cell of
@@ -578,7 +577,6 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         config_name=origin.config,
         cluster_name=origin.cluster,
         overrides=config_origin.overrides(origin, stored.values),
-        overrides_known=bool(origin.values),
     )
 
 

@@ -21,7 +21,7 @@ from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFac
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.markdown import Markdown, escaped, table, with_code
 from hpcdist.review.sweep_facts import CellFacts, SweepFacts, describe_sweep
-from hpcdist.run.config_origin import PLAIN_SCRIPT, Override
+from hpcdist.run.config_origin import Override
 from hpcdist.run.folder import State
 from hpcdist.run.training_record import DatasetRecord
 
@@ -51,7 +51,7 @@ FACTS = RunFacts(
     config_name="mine.yaml",
     cluster_name="site",
     overrides={"optim.lr": Override(before=0.1, after=0.01), "params.text": Override(before=None, after="x $y")},
-    overrides_known=True,
+    command="hpcdist submit mine.yaml --cluster site optim.lr=0.01",
     num_parameters=12345,
     datasets=(DatasetRecord(name="digits", num_samples=1437, digest="ab12"),),
     monitor="eval/loss",
@@ -97,10 +97,9 @@ def test_description_of_a_live_run() -> None:
         "| 2 | 1970-01-01 00:33 |  |  | 101 to 200 |  | running |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002?workflowType=machine_learning) |",
         "import load_weights\n\nfolder = '/runs/c/step-00000100'\nstate_dict = load_weights(folder)\n```",
-        "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:\n\n```bash\n"
-        "cd '/home/a b' &&\nhpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y' \\\n"
-        "    runs_dir=/runs\n```",
-        "\n\n```bash\nhpcdist rerun /runs/exp/first\n```",
+        "### Run it again\n\nWith its config and its code, and a comparison of the logged values, where its folder is:"
+        "\n\n```bash\nhpcdist rerun /runs/exp/first\n```\n\nThe command that started it:\n\n```bash\n"
+        "cd '/home/a b' && hpcdist submit mine.yaml --cluster site optim.lr=0.01\n",
     ):
         assert row in text
     failed = replace(FIRST, failure="error")
@@ -272,29 +271,10 @@ def test_last_values_by_step_and_the_age_of_the_last_heartbeat() -> None:
     assert "ends in about" not in silent
 
 
-def test_commands_name_a_folder_and_store_that_are_not_default() -> None:
-    default = replace(FACTS, cwd="/home", folder=Path("/home/runs/exp/first"), launcher="local", cluster_name="")
-    command = "cd /home && hpcdist run mine.yaml optim.lr=0.01 'params.text=x $y'"
-    for uri, key in (
-        ("", ""),
-        ("sqlite:////home/runs/mlflow.db", ""),
-        ("http://ada:***@m/", ""),
-        ("http://m:5000", " tracking.uri=http://m:5000"),
-        ("sqlite:////db/x.db", " tracking.uri=sqlite:////db/x.db"),
-    ):
-        text = described(replace(default, tracking_uri=uri)).replace("&&\n", "&& ").replace(" \\\n   ", "")
-        assert f"\n{command}{key}\n" in text
-    config = Config(trainer=TrainerConfig(script=["/home/train.py", "--lr", "0.1"]))
-    plain = replace(default, config_name=PLAIN_SCRIPT, stored=StoredConfig(config=config))
-    text = described(plain).replace("&&\n", "&& ").replace(" \\\n   ", "")
-    assert "\ncd /home && hpcdist run experiment=exp optim.lr=0.01 'params.text=x $y' /home/train.py --lr 0.1\n" in text
-    secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
-    assert (
-        "with all overrides and the code in that folder today:"
-        " Replace each *** by the secret, which is not recorded.\n" in secret
-    )
-    override = Override(before=None, after="https://ada:secret-in-two-parts@host/x")
-    assert "secret-in" not in described(replace(default, overrides={"params.uri": override}))
+def test_command_of_the_start_has_no_password() -> None:
+    command = "hpcdist run mine.yaml params.uri=https://ada:secret-in-two-parts@host/x"
+    assert "secret-in" not in described(replace(FACTS, command=command))
+    assert "The command that started it" not in described(replace(FACTS, command=""))
 
 
 @pytest.mark.processes  # a shell
