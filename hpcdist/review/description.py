@@ -23,6 +23,7 @@ from hpcdist.review.markdown import (
     table,
     with_code,
 )
+from hpcdist.review.svg import number
 from hpcdist.review.uncertainty import LEGEND
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import text_of
@@ -313,7 +314,6 @@ def wrapped(command: str) -> str:
 
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
-_MAX_METRICS = 12
 _MAX_CHECKPOINTS = 12
 _KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
 #: Age of a heartbeat from which the description names it first: ranks beat at each step, at most once a second.
@@ -532,9 +532,8 @@ def _result(facts: RunFacts) -> Iterator[str]:
         names = [escaped(name) for name in facts.script_files[-_MAX_CHECKPOINTS:]]
         left_out = more(len(facts.script_files) - len(names))
         yield f"files in the checkpoint folder: {', '.join([*left_out, *names])}"
-    yield from _last_values(facts)
     for name, speed in facts.speeds.items():
-        yield f"median of {escaped(name)} over its logged values: {_number(speed)}"
+        yield f"median of {escaped(name)} over its logged values: {number(speed)}"
 
 
 def _best_lines(facts: RunFacts, best: CheckpointFacts) -> Iterator[str]:
@@ -561,35 +560,6 @@ def _kept_checkpoints(facts: RunFacts) -> str:
         page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
         text += f"; {link('those of all runs', page)}"
     return text
-
-
-def _last_values(facts: RunFacts) -> Iterator[str]:
-    """Yield the last values by step: training metrics are logged in intervals, evaluations apart."""
-    names = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
-    by_step: dict[int | None, list[str]] = {}
-    for name in names[:_MAX_METRICS]:
-        text = f"{escaped(name)} {_number(facts.metrics[name])}"
-        by_step.setdefault(facts.metric_steps.get(name), []).append(text)
-    for step, values in by_step.items():
-        title = "last values"
-        if step is not None:
-            title += f" at step {step:,}"
-        yield f"{title}: {', '.join(values)}"
-    for others in more(len(names) - _MAX_METRICS):
-        yield f"{others} metrics"
-
-
-#: Numbers from here on have no decimals.
-_NO_DECIMALS = 1e5
-#: Numbers from here on have an exponent, because floats are exact to about 15 digits.
-_EXPONENT = 1e15
-
-
-def _number(value: float) -> str:
-    """Return a number without an exponent if it is large: `358,176`, `0.51165`."""
-    if _NO_DECIMALS <= abs(value) < _EXPONENT:
-        return f"{value:,.0f}"
-    return f"{value:.5g}"
 
 
 def _attempts(facts: RunFacts, num_kept: int) -> str:

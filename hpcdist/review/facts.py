@@ -404,8 +404,6 @@ class RunFacts:
     datasets: tuple[DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
-    metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
-    metric_steps: Mapping[str, int] = field(default_factory=dict)  #: steps of these values, where they are recorded
     speeds: Mapping[str, float] = field(default_factory=dict)  #: medians of `train/…_per_s`, see `with_speeds`
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
@@ -487,13 +485,6 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     attempts = read_attempts(run, state, checkpoints)
     training = _newest_training(run)
     devices, cpu = devices_of(run)
-    # Those of rank 0; a resumed attempt may not have logged all metrics yet.
-    metrics: dict[str, float] = {}
-    steps: dict[str, Any] = {}
-    for attempt in run.attempts():
-        beat = newest_beat(attempt)
-        metrics |= _mapping(beat.get("metrics"))
-        steps |= _mapping(beat.get("metric_steps"))
     return replace(
         _setup(run, state, stored),
         effective_values=run_parameters.effective_values(run, stored),
@@ -503,8 +494,6 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         datasets=training.datasets,
         monitor=monitor.monitor,
         monitor_mode=monitor.monitor_mode,
-        metrics=metrics,
-        metric_steps={key: step for key, step in steps.items() if type(step) is int},
         checkpoints=checkpoints,
         script_files=tuple(checkpoint_files.script_files(run)),
         best=best_checkpoint(checkpoints, monitor),

@@ -20,16 +20,18 @@ BOTTOM = HEIGHT - 36
 NUM_COLOURS = 12
 #: Whole numbers from here on have an exponent, because an axis has no space for more digits.
 _LARGE = 1e6
+#: Numbers from here on have no decimals: they have four digits before them.
+_THOUSAND = 1e3
 #: A logarithmic axis of fewer powers of ten also has ticks at 2 and 5 times a power.
 _FEW_POWERS = 3
 
 
 def number(value: float) -> str:
-    """Return a number with all digits if it is whole and below a million, else with four significant digits."""
+    """Return a number with four significant digits; below a million, whole numbers and thousands with all digits."""
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) and abs(value) < _LARGE:
-        return f"{int(value):,}"
+    if abs(value) < _LARGE and (value == int(value) or abs(value) >= _THOUSAND):
+        return f"{round(value):,}"
     return f"{value:.4g}"
 
 

@@ -56,7 +56,6 @@ FACTS = RunFacts(
     datasets=(DatasetRecord(name="digits", num_samples=1437, digest="ab12"),),
     monitor="eval/loss",
     monitor_mode="min",
-    metrics={"train/loss": 0.5, "samples": 358176.0, "system/cpu": 3.0},
     checkpoints=(BEST,),
     best=BEST,
     attempts=(FIRST, SECOND),
@@ -90,7 +89,6 @@ def test_description_of_a_live_run() -> None:
         "kept checkpoints: step 100 (0.25);"
         " [those of all runs](#/experiments/1/models?workflowType=machine_learning)\n",
         "The best checkpoint, step 100, eval/loss = 0.25, from its folder:\n\n```python\n",
-        "- last values: train/loss 0.5, samples 358,176\n",
         "| 1 | 1970-01-01 00:16 | 10 min | n1, n2 | 1 to 120 | 20 | failed |"
         " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001?workflowType=machine_learning) |",
@@ -248,16 +246,9 @@ def test_long_setup_leaves_space_for_the_result() -> None:
     assert attempt_rows(facts, in_full=True)[0][3] == ", ".join(nodes)
 
 
-def test_last_values_by_step_and_the_age_of_the_last_heartbeat() -> None:
-    metrics = {"train/loss": 0.5, "eval/loss": 0.25, "samples": 704.0, "own": 1.0}
-    steps = {"train/loss": 704, "samples": 704, "eval/loss": 1705}
-    text = described(replace(FACTS, metrics=metrics, metric_steps=steps, speeds={"train/samples_per_s": 1358.81}))
-    assert (
-        "- last values at step 704: train/loss 0.5, samples 704\n- last values at step 1,705: eval/loss 0.25\n"
-        "- last values: own 1\n- median of train/samples_per_s over its logged values: 1358.8\n"
-    ) in text
-    many = {f"metric/{number}": 1.0 for number in range(15)}
-    assert "\n- 3 more metrics\n" in described(replace(FACTS, metrics=many))
+def test_median_speed_and_the_age_of_the_last_heartbeat() -> None:
+    text = described(replace(FACTS, speeds={"train/samples_per_s": 1358.81}))
+    assert "- median of train/samples_per_s over its logged values: 1,359\n" in text
     assert FACTS.progress is not None
     late = replace(FACTS, progress=replace(FACTS.progress, seen=2300.0 - 110))
     text = described(late)
