@@ -18,7 +18,6 @@ from hpcdist.review import charts, description, svg
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
 from hpcdist.review.facts import (
     ATTEMPT,
-    RunFacts,
     Series,
     flat_texts,
     read_environment,
@@ -31,7 +30,6 @@ from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
-from hpcdist.run.attempt_times import read_times
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweeps import SweepDir, setting_of
@@ -66,8 +64,6 @@ def environment() -> jinja2.Environment:
         legend=LEGEND,
         verdict_legend=VERDICT_LEGEND,
         ends=ends,
-        environment_rows=environment_rows,
-        environment_names=_ENVIRONMENT,
     )
     return templates
 
@@ -80,28 +76,6 @@ def marked_code(text: str) -> Markup:
     marked = [escape(part) for part in parts]
     marked[1::2] = [Markup("<code>{}</code>").format(part) for part in parts[1::2]]
     return Markup("").join(marked)
-
-
-#: Rows of `setup_rows` that are shown as environment.
-_ENVIRONMENT = ("Ranks", "CPU", "Versions", "Image")
-
-
-def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """Return what the run used, in words, for a reader who does not know the keys of `read_environment`.
-
-    Args:
-        recorded: the values of `read_environment`.
-    """
-    rows = [row for row in description.setup_rows(facts, in_full=True) if row[0] in _ENVIRONMENT]
-    times = list(filter(None, map(read_times, run.attempts())))
-    shares = times[-1].shares.values() if times else ()
-    if shares:
-        total = sum(share.allocated for share in shares)
-        rows.append(("Allocated", [f"{times[-1].unit}s: {svg.number(total)}, nodes: {len(shares)}"]))
-    cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
-    machine = (facts.host, recorded.get("platform"), recorded.get("cpu", cores))
-    rows.append(("Created on", [", ".join(filter(None, machine))]))
-    return rows
 
 
 def write_report(run: RunDir, read: ReadSeries) -> bool:
