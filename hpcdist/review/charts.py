@@ -21,13 +21,17 @@ from hpcdist.review.svg import (
     Frame,
     Point,
     colour_of,
-    legend,
+    frame_of,
+    line,
     number,
+    places_of,
     rect,
+    spans_power_of_ten,
     svg,
     tag,
     text_at,
     ticks,
+    with_legend,
 )
 from hpcdist.run.figures import Curves, Figure, Histogram, Matrix
 
@@ -39,53 +43,46 @@ def line_chart(
     y_label: str = "",
     starts: Mapping[float, str] | None = None,
     dot: tuple[Point, str] | None = None,
+    areas: Mapping[str, Sequence[Point]] | None = None,
+    note: str = "",
 ) -> Markup:
     """Return a chart of lines, empty without any point; losses that span a power of ten have a logarithmic axis.
 
     Args:
         starts: names of attempts, by the step at which each begins.
         dot: a point to mark, and its title.
+        areas: the corners of an area in the colour of a line, by its name.
+        note: a further entry of the legend, such as the number of lines that are left out; empty without one.
     """
+    # Before empty lines are left out: a name has the same colour in all charts of a page.
+    colours = {name: colour_of(index) for index, name in enumerate(lines)}
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return Markup()
-    shown = [point for points in lines.values() for point in points]
+    areas = areas or {}
+    shown = [point for points in (*lines.values(), *areas.values()) for point in points]
     if dot:
         shown.append(dot[0])
-    frame = _frame_of(shown, are_losses=all("loss" in name.lower() for name in lines))
+    metrics = [y_label] if y_label else list(lines)
+    are_losses = all("loss" in name.lower() for name in metrics)
+    frame = frame_of(shown, is_log=are_losses and spans_power_of_ten(y for _, y in shown))
     parts = _bands(frame, starts or {}) + frame.axes(x_label, y_label)
-    colours = {name: colour_of(index) for index, name in enumerate(lines)}
+    for name, points in areas.items():
+        style = f"fill:{colours[name]};opacity:.18"
+        parts.append(tag("polygon", style=style, points=places_of(frame, points)))
     for name, points in lines.items():
-        parts.append(_line(frame, name, points, colours[name]))
+        parts.append(line(frame, name, points, colours[name]))
     dot_title = ""
     if dot:
         (x, y), dot_title = dot
         title = tag("title", dot_title)
         parts.append(tag("circle", title, class_="dot", cx=frame.left(x), cy=frame.top(y), r=4.5))
-    chart = svg(HEIGHT, parts, ", ".join(lines))
-    if len(lines) > 1 or dot:
-        return chart + legend(colours, dot_title)
-    return chart
-
-
-def _frame_of(points: Sequence[Point], *, are_losses: bool) -> Frame:
-    """Return a frame around all points, with a margin above and below."""
-    xs, ys = zip(*points, strict=True)
-    is_log = are_losses and 0 < 10 * min(ys) <= max(ys)
-    if is_log:
-        ys = tuple(map(math.log10, ys))
-    margin = 0.04 * (max(ys) - min(ys))
-    return Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin), is_log)
-
-
-def _line(frame: Frame, name: str, points: Sequence[Point], colour: str) -> Markup:
-    """Return a line through points, or a dot for a single one."""
-    if len(points) == 1:
-        x, y = points[0]
-        title = tag("title", f"{name}: {number(y)}")
-        return tag("circle", title, style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=3)
-    places = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
-    return tag("polyline", tag("title", name), class_="line", style=f"stroke:{colour}", points=places)
+    named = {name: colours[name] for name in lines}
+    if note:
+        named[note] = ""
+    elif len(lines) == 1 and not dot:
+        named = {}
+    return with_legend(parts, named, ", ".join(lines), dot_title)
 
 
 _FIRST_ATTEMPT = "attempt 1"

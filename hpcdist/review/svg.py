@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from hpcdist.review.markdown import one_line
+
 # Inline SVG, without scripts: the style sheet of the page sets its colours, also for dark mode. `Markup.format` escapes
 # all texts.
 
@@ -16,8 +18,13 @@ LEFT = 62
 RIGHT = WIDTH - 12
 TOP = 10
 BOTTOM = HEIGHT - 36
+#: Share of the vertical axis that is free above and below the points.
+_Y_MARGIN = 0.04
+_RADIUS = 4
 #: Number of colours in the style sheet (`--c0`, `--c1`, …).
 NUM_COLOURS = 12
+#: Colour of lines and dots without a name of their own.
+OTHER_COLOUR = "var(--muted)"
 #: Whole numbers from here on have an exponent, because an axis has no space for more digits.
 _LARGE = 1e6
 #: Numbers from here on have no decimals: they have four digits before them.
@@ -129,6 +136,59 @@ class Frame:
         return [(x, number(x)) for x in values]
 
 
+def frame_of(
+    points: Sequence[Point],
+    *,
+    x_margin: float = 0.0,
+    is_log: bool = False,
+    is_log_x: bool = False,
+    x_names: Sequence[str] = (),
+) -> Frame:
+    """Return a frame around all points, with a margin above and below.
+
+    Args:
+        x_margin: share of the horizontal axis that is free on each side of the points.
+        is_log: whether the vertical axis is logarithmic.
+    """
+    xs, ys = zip(*points, strict=True)
+    if is_log_x:
+        xs = tuple(map(math.log10, xs))
+    if is_log:
+        ys = tuple(map(math.log10, ys))
+    x = _with_margin(xs, x_margin)
+    return Frame(x, _with_margin(ys, _Y_MARGIN), is_log=is_log, is_log_x=is_log_x, x_names=x_names)
+
+
+def _with_margin(values: Sequence[float], share: float) -> Point:
+    margin = share * (max(values) - min(values) or 1.0)
+    return min(values) - margin, max(values) + margin
+
+
+def spans_power_of_ten(values: Iterable[float]) -> bool:
+    """Return whether positive values differ by a factor of at least ten."""
+    numbers = list(values)
+    return 0 < 10 * min(numbers) <= max(numbers)
+
+
+def places_of(frame: Frame, points: Iterable[Point]) -> str:
+    """Return points as the attribute `points` of a line or an area."""
+    return " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
+
+
+def line(frame: Frame, name: str, points: Sequence[Point], colour: str) -> Markup:
+    """Return a line through points, or a dot for a single one."""
+    if len(points) == 1:
+        return dot_at(frame, points[0], colour, f"{name}: {number(points[0][1])}")
+    title = tag("title", name)
+    return tag("polyline", title, class_="line", style=f"stroke:{colour}", points=places_of(frame, points))
+
+
+def dot_at(frame: Frame, point: Point, colour: str, title: str) -> Markup:
+    """Return a dot with a title that appears under the mouse pointer."""
+    x, y = point
+    return tag("circle", tag("title", title), style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=_RADIUS)
+
+
 def share_of(value: float, ends: Point) -> float:
     """Return the place of a value between two ends as a number from 0 to 1; the middle if they are equal."""
     low, high = ends
@@ -149,17 +209,35 @@ def svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
     return tag("svg", content, width=WIDTH, height=height, viewBox=box, role="img", aria_label=label)
 
 
-def legend(colours: Mapping[str, str], dot: str = "") -> Markup:
-    """Return the names of lines with their colours.
+#: Side of the coloured squares in a legend, its columns, and the height of its rows.
+_SWATCH = 11
+_LEGEND_COLUMNS = 2
+_LEGEND_ROW = 20
+#: Characters of a name in a legend.
+_MAX_NAME = 34
+
+
+def with_legend(parts: Iterable[Markup], colours: Mapping[str, str], label: str, dot: str = "") -> Markup:
+    """Return a chart with the names of its lines below it, which an image file needs as well.
 
     Args:
-        colours: colour by name.
+        colours: by name, empty for an entry without a colour; without names there is no legend.
+        label: of the chart, see `svg`.
         dot: the name of the marked point; empty without one.
     """
-    items = [tag("span", swatch(colour) + name) for name, colour in colours.items()]
-    if dot:
-        items.append(tag("span", tag("i", class_="dot") + dot))
-    return tag("div", Markup("").join(items), class_="legend")
+    drawn = list(parts)
+    names = [*colours, dot] if dot else list(colours)
+    for index, name in enumerate(names):
+        left = LEFT + (index % _LEGEND_COLUMNS) * (RIGHT - LEFT) / _LEGEND_COLUMNS
+        top = float(HEIGHT + (index // _LEGEND_COLUMNS) * _LEGEND_ROW)
+        if colours.get(name):
+            drawn.append(rect(colours[name], name, left, top, _SWATCH, _SWATCH))
+        elif name == dot:
+            radius = _SWATCH / 2
+            drawn.append(tag("circle", class_="dot", cx=left + radius, cy=top + radius, r=radius))
+        drawn.append(text_at("row", one_line(name, _MAX_NAME), left + _SWATCH + 6, top + _SWATCH - 1))
+    num_rows = math.ceil(len(names) / _LEGEND_COLUMNS)
+    return svg(HEIGHT + num_rows * _LEGEND_ROW, drawn, label)
 
 
 def swatch(colour: str) -> Markup:

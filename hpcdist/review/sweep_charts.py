@@ -1,6 +1,5 @@
 """Charts of a sweep: its metric over the steps, against each swept key and against the cost, as SVG."""
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +7,20 @@ from typing import TypeGuard
 
 from markupsafe import Markup
 
+from hpcdist.review.charts import line_chart
 from hpcdist.review.facts import Series
 from hpcdist.review.ledger import Ledger
-from hpcdist.review.markdown import one_line
-from hpcdist.review.svg import HEIGHT, LEFT, RIGHT, Frame, Point, colour_of, number, rect, svg, tag, text_at
+from hpcdist.review.svg import (
+    OTHER_COLOUR,
+    Point,
+    colour_of,
+    dot_at,
+    frame_of,
+    line,
+    number,
+    spans_power_of_ten,
+    with_legend,
+)
 from hpcdist.review.sweep_facts import CellFacts, SweepFacts
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.run.sweeps import REPETITION, setting_of, text_of
@@ -22,19 +31,10 @@ MAX_SETTINGS = 8
 MAX_LINES = 8
 #: Different values of a key without numbers that fit below an axis.
 _MAX_NAMES = 12
-#: Colour of settings without one of their own.
-_OTHER_COLOUR = "var(--muted)"
-#: Share of an axis that is free on each side of the points.
-_MARGIN = 0.05
-_RADIUS = 4
+#: Share of the axis of a key or of the cost that is free on each side of the points.
+_X_MARGIN = 0.05
 #: Points of a curve.
 _MAX_STEPS = 240
-_LEGEND_COLUMNS = 2
-_LEGEND_ROW = 18
-#: Side of the coloured squares in the legend.
-_SWATCH = 11
-#: Characters of a name in the legend.
-_MAX_NAME = 44
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,34 +80,27 @@ class _Step:
     deviation: float  #: standard deviation; 0 for a single seed
 
 
-def curves(facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], colours: Mapping[str, str]) -> Markup:
+def curves(facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], labels: Iterable[str]) -> Markup:
     """Return the metric over the steps: of each setting the mean of its seeds, in a band of one standard deviation.
 
     Args:
-        colours: of the settings to draw, by label.
+        labels: of the settings to draw, the best one first.
     """
-    by_setting = {label: _steps_of(facts, label, series) for label in colours}
-    drawn = {label: steps for label, steps in by_setting.items() if steps}
-    points = [
-        (at.step, edge)
-        for steps in drawn.values()
-        for at in steps
-        for edge in (at.mean - at.deviation, at.mean + at.deviation)
-    ]
-    if len({step for step, _ in points}) <= 1:
+    by_setting = {label: _steps_of(facts, label, series) for label in labels}
+    if len({at.step for steps in by_setting.values() for at in steps}) <= 1:
         return Markup()
-    frame = _frame_of(points)
-    parts = frame.axes("step", facts.monitor)
-    for label, steps in drawn.items():
-        if any(at.deviation for at in steps):
-            parts.append(_band(frame, steps, colours[label]))
-    for label, steps in drawn.items():
-        parts.append(_line(frame, label, [(at.step, at.mean) for at in steps], colours[label]))
-    names = {label: colours[label] for label in drawn}
-    num_others = len(facts.ranked_settings) - len(drawn)
-    if num_others:
-        names[f"{num_others} more are not drawn"] = ""
-    return _with_legend(parts, names, facts.monitor)
+    lines = {label: [(at.step, at.mean) for at in steps] for label, steps in by_setting.items()}
+    areas = {label: _around(steps) for label, steps in by_setting.items() if any(at.deviation for at in steps)}
+    num_others = len(facts.ranked_settings) - sum(map(bool, lines.values()))
+    note = f"{num_others} more are not drawn" if num_others else ""
+    return line_chart(lines, x_label="step", y_label=facts.monitor, areas=areas, note=note)
+
+
+def _around(steps: Sequence[_Step]) -> list[Point]:
+    """Return the corners of the band of one standard deviation around the means."""
+    upper = [(at.step, at.mean + at.deviation) for at in steps]
+    lower = [(at.step, at.mean - at.deviation) for at in reversed(steps)]
+    return [*upper, *lower]
 
 
 def _steps_of(facts: SweepFacts, label: str, series: Mapping[str, Mapping[str, Series]]) -> list[_Step]:
@@ -157,16 +150,18 @@ def key_chart(facts: SweepFacts, key: str) -> Markup:
     points = [point for line in lines.values() for point in line]
     if len({place for place, _ in points}) <= 1 or len(names) > _MAX_NAMES:
         return Markup()
-    frame = _frame_of(points, is_log_x=not names and _spans_power_of_ten(places.values()), x_names=names)
+    is_log_x = not names and spans_power_of_ten(places.values())
+    frame = frame_of(points, x_margin=_X_MARGIN, is_log_x=is_log_x, x_names=names)
     parts = frame.axes(key, facts.monitor)
     colours = {name: colour_of(index) for index, name in enumerate(sorted(lines)[:MAX_LINES])}
     for name, points in lines.items():
-        colour = colours.get(name, _OTHER_COLOUR)
-        if name in colours:
-            parts.append(_line(frame, name or facts.monitor, _means(points), colour))
-        parts += [_dot(frame, point, colour, f"{name} {number(point[1])}".strip()) for point in points]
+        colour = colours.get(name, OTHER_COLOUR)
+        means = _means(points)
+        if name in colours and len(means) > 1:
+            parts.append(line(frame, name or facts.monitor, means, colour))
+        parts += [dot_at(frame, point, colour, f"{name} {number(point[1])}".strip()) for point in points]
     colours.pop("", None)  # the only line of a sweep over one key
-    return _with_legend(parts, _with_others(colours, len(lines)), f"{facts.monitor} against {key}")
+    return with_legend(parts, _with_others(colours, len(lines)), f"{facts.monitor} against {key}")
 
 
 def _metric_by_place(facts: SweepFacts, key: str, places: Mapping[str, float]) -> dict[str, list[Point]]:
@@ -210,74 +205,21 @@ def cost_chart(facts: SweepFacts, spent: Mapping[str, Ledger], colours: Mapping[
     if len(points) <= 1:
         return Markup()
     label = f"{unit}-hours of a run"
-    frame = _frame_of(list(points.values()), is_log_x=_spans_power_of_ten(hours for hours, _ in points.values()))
+    is_log_x = spans_power_of_ten(hours for hours, _ in points.values())
+    frame = frame_of(list(points.values()), x_margin=_X_MARGIN, is_log_x=is_log_x)
     parts = frame.axes(label, facts.monitor)
     for name, point in points.items():
-        parts.append(_dot(frame, point, colours.get(name, _OTHER_COLOUR), f"{name}: {number(point[1])}"))
+        parts.append(dot_at(frame, point, colours.get(name, OTHER_COLOUR), f"{name}: {number(point[1])}"))
     named = {name: colour for name, colour in colours.items() if name in points}
-    return _with_legend(parts, _with_others(named, len(points)), f"{facts.monitor} against {label}")
-
-
-def _spans_power_of_ten(values: Iterable[float]) -> bool:
-    numbers = list(values)
-    return 0 < 10 * min(numbers) <= max(numbers)
-
-
-def _frame_of(points: Sequence[Point], *, is_log_x: bool = False, x_names: Sequence[str] = ()) -> Frame:
-    """Return a frame around all points, with a margin on each side."""
-    xs, ys = zip(*points, strict=True)
-    if is_log_x:
-        xs = tuple(map(math.log10, xs))
-    return Frame(_with_margin(xs), _with_margin(ys), is_log_x=is_log_x, x_names=x_names)
-
-
-def _with_margin(values: Sequence[float]) -> Point:
-    margin = _MARGIN * (max(values) - min(values)) or _MARGIN
-    return min(values) - margin, max(values) + margin
-
-
-def _band(frame: Frame, steps: Sequence[_Step], colour: str) -> Markup:
-    upper = [(at.step, at.mean + at.deviation) for at in steps]
-    lower = [(at.step, at.mean - at.deviation) for at in reversed(steps)]
-    return tag("polygon", style=f"fill:{colour};opacity:.18", points=_places(frame, [*upper, *lower]))
-
-
-def _line(frame: Frame, name: str, points: Sequence[Point], colour: str) -> Markup:
-    return tag("polyline", tag("title", name), class_="line", style=f"stroke:{colour}", points=_places(frame, points))
-
-
-def _places(frame: Frame, points: Iterable[Point]) -> str:
-    return " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
-
-
-def _dot(frame: Frame, point: Point, colour: str, title: str) -> Markup:
-    x, y = point
-    return tag("circle", tag("title", title), style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=_RADIUS)
+    return with_legend(parts, _with_others(named, len(points)), f"{facts.monitor} against {label}")
 
 
 def _with_others(colours: Mapping[str, str], num_all: int) -> dict[str, str]:
     """Return the entries of a legend with one for the dots that have no colour of their own."""
     names = dict(colours)
     if names and num_all > len(names):
-        names[f"{num_all - len(names)} more"] = _OTHER_COLOUR
+        names[f"{num_all - len(names)} more"] = OTHER_COLOUR
     return names
-
-
-def _with_legend(parts: Sequence[Markup], names: Mapping[str, str], label: str) -> Markup:
-    """Return the chart with its legend below it, which an image file needs as well.
-
-    Args:
-        names: colours by name; an empty one for an entry without a colour.
-    """
-    drawn = list(parts)
-    for index, (name, colour) in enumerate(names.items()):
-        left = LEFT + (index % _LEGEND_COLUMNS) * (RIGHT - LEFT) / _LEGEND_COLUMNS
-        top = HEIGHT + (index // _LEGEND_COLUMNS) * _LEGEND_ROW
-        if colour:
-            drawn.append(rect(colour, name, left, float(top), float(_SWATCH), float(_SWATCH)))
-        drawn.append(text_at("row", one_line(name, _MAX_NAME), left + _SWATCH + 6, top + _SWATCH - 1))
-    num_rows = math.ceil(len(names) / _LEGEND_COLUMNS)
-    return svg(HEIGHT + num_rows * _LEGEND_ROW, drawn, label)
 
 
 def image_of(figure: Markup, style: str) -> str:

@@ -54,6 +54,23 @@ def test_seeds_of_a_setting_are_one_curve_in_a_band() -> None:
     assert re.findall(r'class="row"[^>]*>([^<]*)', curves) == ["lr=0.2", "lr=0.1"], "the best setting first"
 
 
+def test_setting_has_the_same_colour_in_all_charts() -> None:
+    series = {f"c{index}": logged(0.1, 0.2) for index in (0, 1)}  # the best setting has logged nothing
+    charts = drawn(sweep_of(SEEDS), series, hours=(1, 3, 4, 6))
+    assert re.findall(r"stroke:var\(--c(\d)\)", charts["curves"]) == ["1"]
+    assert re.findall(r"<circle style=\"fill:var\(--c(\d)\)[^>]*><title>(\S+):", charts["cost"]) == [
+        ("0", "lr=0.2"),
+        ("1", "lr=0.1"),
+    ]
+
+
+def test_losses_over_a_power_of_ten_have_a_logarithmic_axis() -> None:
+    series = {f"c{index}": {"eval/loss": logged(1.0, 0.1, 0.01)["eval/accuracy"]} for index in range(4)}
+    curves = drawn(replace(sweep_of(SEEDS, "min"), monitor="eval/loss"), series)["curves"]
+    first, second, third = (float(place.split(",")[1]) for place in re.findall(r'points="([^"]*)"', curves)[0].split())
+    assert abs((second - first) - (third - second)) < 0.2
+
+
 def test_curve_has_only_steps_that_all_seeds_have_logged() -> None:
     series = {f"c{index}": logged(0.1, 0.2, *([0.9] * (index % 2))) for index in range(4)}
     curves = drawn(sweep_of(SEEDS), series)["curves"]
