@@ -70,7 +70,7 @@ recording: install ## record the README's terminal session on a dev cluster; nee
 	$(BIN)/python scripts/record_terminal.py docs/images/recording.svg
 
 screenshots: install ## take the pictures of MLflow and of a report; needs Chromium
-	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'table_of_the_best or rank_was_killed' -m ''
+	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser/test_pictures.py -m ''
 
 lock: install ## pin the packages of images and checkout anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)

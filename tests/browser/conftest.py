@@ -2,12 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mlflow_site import Site, started_site
-from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -51,23 +50,3 @@ def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
         page = context.new_page()
         yield page
         page.screenshot(path=tmp_path / "end.png")
-
-
-@pytest.fixture
-def docs_image() -> Callable[[Page, str], None]:
-    """Return a function that writes a PNG of a page to HPCDIST_DOCS_IMAGES, if that is set (`make screenshots`)."""
-    folder = os.environ.get("HPCDIST_DOCS_IMAGES")
-
-    def take(page: Page, name: str) -> None:
-        if folder:
-            size = page.viewport_size
-            page.set_viewport_size({"width": 1280, "height": 1400 if name == "report" else 720})
-            page.wait_for_timeout(1000)  # for the new layout of the charts
-            path = Path(folder) / f"{name}.png"
-            page.screenshot(path=path)
-            with Image.open(path) as picture:  # a third of the bytes
-                picture.quantize(256).save(path, optimize=True)
-            if size:
-                page.set_viewport_size(size)
-
-    return take

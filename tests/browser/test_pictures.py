@@ -1,0 +1,99 @@
+"""The pictures of README and the documentation (`make screenshots`): settings over seeds, and a run with a killed rank.
+
+All runs have the same model, data and number of steps, and train long enough that their start does not dominate.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hpcdist_runs import Runs, finish, rank_of, wait_for
+from mlflow_site import START_TIMEOUT_S, Site, ui
+from PIL import Image
+from playwright.sync_api import Page, expect
+
+from hpcdist.host.json_files import read_json
+from hpcdist.review.ledger import read_ledger
+from hpcdist.tracking.uri import experiment_page
+
+FOLDER = os.environ.get("HPCDIST_DOCS_IMAGES")
+pytestmark = pytest.mark.skipif(not FOLDER, reason="`make screenshots` takes the pictures, in a quarter of an hour")
+CONFIG = ["ddp_digits", "launch.num_ranks=2", "model.name=resnet18", "data.image_size=32", "data.batch_size=128"]
+CONFIG += ["stop.max_epochs=16", "checkpoint.every_steps=20", "tracking.drain_timeout_s=600"]
+SWEEP = ["name=tune", "--sweep", "optim.lr=0.0003,0.003", "--repeat", "3"]
+#: Of the run whose rank is killed.
+MIN_GOODPUT = 0.8
+SWEEP_TIMEOUT_S = 3600
+WIDTH = 1280
+
+
+@pytest.fixture(scope="module")
+def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Return a finished sweep and a finished run whose rank was killed, shown by `hpcdist ui`."""
+    runs = Runs(tmp_path_factory.mktemp("pictures"))
+    runs.database = runs.folder / "mlflow.db"
+    code, output = finish(runs.start("run", *CONFIG, *SWEEP), timeout_s=SWEEP_TIMEOUT_S)
+    assert code == 0, output
+    process = runs.start("run", *CONFIG, "name=killed-rank")
+    attempt = runs.attempt("killed-rank")
+    wait_for(lambda: (attempt.read_beat(1) or {"step": 0})["step"] > 50, "50 steps", timeout_s=START_TIMEOUT_S)
+    (victim,) = (child.pid for child in psutil.Process(process.pid).children(recursive=True) if rank_of(child) == 1)
+    os.kill(victim, signal.SIGKILL)
+    code, output = finish(process, timeout_s=SWEEP_TIMEOUT_S)
+    assert code == 0, output
+    state = tmp_path_factory.mktemp("ui")
+    with ui(runs, state) as link:
+        address = link()
+        (token_file,) = state.glob("hpcdist/ui/*.token")
+        yield Site(runs, address, token_file)
+
+
+@pytest.fixture
+def page(page: Page, site: Site) -> Page:
+    """Return a page in the size of the pictures that has opened the printed link."""
+    page.set_viewport_size({"width": WIDTH, "height": 720})
+    page.goto(site.link)
+    page.wait_for_url(lambda url: "token=" not in url)
+    return page
+
+
+def take(page: Page, name: str, height: int = 720) -> None:
+    """Write a picture of a page to the folder of the documentation."""
+    page.set_viewport_size({"width": WIDTH, "height": height})
+    page.wait_for_timeout(1000)  # for the new layout of the charts
+    path = Path(FOLDER or "") / f"{name}.png"
+    page.screenshot(path=path)
+    with Image.open(path) as picture:  # a third of the bytes
+        picture.quantize(256).save(path, optimize=True)
+
+
+def test_table_of_the_experiment(page: Page, site: Site) -> None:
+    ids = read_json(site.runs.run_dir("killed-rank").mlflow) or {}
+    page.goto(experiment_page(f"{site.url}/", ids["experiment_id"]))
+    headline = page.get_by_text(re.compile("^Best eval/accuracy: "))
+    headline.click()  # unfolds the table
+    expect(page.locator("table tr").filter(has_text="tune lr=0.003").first).to_contain_text("(n=3)")
+    take(page, "mlflow-experiment")
+
+
+def test_report_of_the_sweep(page: Page, site: Site) -> None:
+    page.goto((site.runs.run_dir("tune").path / "report.html").as_uri())
+    expect(page.get_by_role("img").locator("polygon")).to_have_count(2)
+    take(page, "sweep", height=1000)
+
+
+def test_run_with_a_killed_rank(page: Page, site: Site) -> None:
+    run = site.runs.run_dir("killed-rank")
+    goodput = read_ledger(run).goodput
+    assert goodput is not None
+    page.goto((run.path / "report.html").as_uri())
+    expect(page.get_by_role("cell", name="rank 1 on", exact=False).first).to_contain_text("killed by SIGKILL")
+    take(page, "report", height=1400)
+    page.goto(site.page_of("killed-rank"))
+    expect(page.get_by_text("About this run").first).to_be_visible()
+    take(page, "mlflow-run")
+    assert goodput > MIN_GOODPUT, "the machine is busy: README must not show this"
