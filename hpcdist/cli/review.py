@@ -297,7 +297,7 @@ def cost(
         argument("RUN|EXPERIMENT", "Names of runs, sweeps or experiments; by default the newest run.", options.runs),
     ] = None,
 ) -> None:
-    """Show the allocated GPU-hours, or core-hours of runs without GPUs: of one run by cause, of several run by run.
+    """Show the allocated GPU-hours, or core-hours of runs without GPUs, by cause; of several runs also run by run.
 
     Examples:
         hpcdist cost
@@ -372,7 +372,7 @@ def _read_ledgers(runs: Sequence["RunDir"]) -> tuple[dict[str, "Ledger"], list[s
 
 
 def _print_causes(title: str, ledger: "Ledger") -> None:
-    """Print the cost of one run by cause."""
+    """Print the cost of one run, or of several runs together, by cause."""
     from hpcdist.review.ledger import SHORT_RUN, hours_text, percent
 
     say(title)
@@ -388,8 +388,8 @@ def _print_causes(title: str, ledger: "Ledger") -> None:
 
 
 def _print_costs(ledgers: Mapping[str, "Ledger"]) -> None:
-    """Print the costs of several runs, one line for each, and their sum."""
-    from hpcdist.review.ledger import amount, cost_of, hours_text
+    """Print the costs of several runs, one line for each, and their sum by cause."""
+    from hpcdist.review.ledger import amount, cost_of, hours_text, together
 
     optional = ("price", "CO₂")
     shown = [name for name in optional if any(name in ledger.costs for ledger in ledgers.values())]
@@ -407,7 +407,12 @@ def _print_costs(ledgers: Mapping[str, "Ledger"]) -> None:
         row += [ledger.costs.get(name, "") for name in shown]
         rows.append(row)
     print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *shown), rows)
-    say(f"together: {cost_of(ledgers.values())}")
+    summary = f"together: {cost_of(ledgers.values())}"
+    whole = together(ledgers.values())
+    if whole.entries:
+        _print_causes(summary, whole)
+    else:  # GPU-hours and core-hours cannot be added
+        say(summary)
 
 
 def _largest_losses(ledger: "Ledger") -> str:

@@ -76,7 +76,10 @@ def test_cost_of_several_runs_counts_each_once(hpcdist: Cli, runs: list[RunDir],
     shutil.copytree(runs[0].path.parent.parent, tmp_path / "other")
     result = hpcdist("cost", "first", "second", "exp/first", str(tmp_path / "other" / "exp" / "first"))
     assert (result.code, result.err) == (0, "")
-    assert "together: 20 core-hours\n" in result.out, "5 + 10 + 5"
+    _, _, together = result.out.partition("together: 20 core-hours\n")
+    cells = [re.findall(r"[\w.%]+", line) for line in together.splitlines()]
+    assert ["down", "4", "20", "%"] in cells, "5 + 10 + 5 hours by cause"
+    assert together.endswith("in the queue: 0 h\n")
     assert [name in result.out for name in ("exp/first", "exp/second", "/gpu")] == [True, True, False]
     assert "no run 'nope'" in one_line(hpcdist("cost", "first", "nope"))
 
