@@ -19,6 +19,7 @@ from hpcdist.review.facts import (
     JOB_ENDS,
     LESS_MEMORY,
     NODE_FIX,
+    AttemptFacts,
     ends_by_slurm,
     read_attempts,
     read_checkpoints,
@@ -27,7 +28,6 @@ from hpcdist.review.markdown import one_line, text_of
 from hpcdist.review.pending_job import in_numbers
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
-from hpcdist.run.job_record import JobStart
 from hpcdist.run.resume_text import continuation
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.output import JobInfo
@@ -422,7 +422,7 @@ def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
     memory = _memory_warning(now)
     if not earlier and memory is None:
         sentence += "; nothing to explain"
-    findings = {fault.attempt: asdict(fault.finding) for fault in read_faults(run)}
+    findings = {fault.attempt: asdict(fault.finding) for fault in read_faults(run, attempts)}
     ended = []
     for attempt in earlier[-MAX_ATTEMPTS:]:
         ended.append(
@@ -684,57 +684,29 @@ class Fault:
     """A failure that ended an attempt."""
 
     attempt: int
-    where: str  #: rank, node and step, or the failed nodes
-    error: str
+    error: str  #: the cause in the table of attempts
     finding: Finding
 
 
-def read_faults(run: RunDir) -> list[Fault]:
+def read_faults(run: RunDir, attempts: Sequence[AttemptFacts]) -> list[Fault]:
     """Return the newest failures of the attempts of a run, oldest first."""
     faults = []
     ends = ends_by_slurm(run)
-    attempts = run.attempts()
-    for attempt in attempts:
-        failure = read_json(attempt.failure)
-        if failure is not None:
-            is_last = attempt is attempts[-1]  # whose are the logs that all attempts share
-            faults.append(_recorded_fault(run, attempt, failure, read_logs=is_last))
+    failed = [attempt for attempt in attempts if attempt.status == "failed"]
+    for facts in failed[-MAX_ROWS:]:
+        attempt = run.attempt(facts.number)
+        start = ends.get(facts.number)
+        finding = Finding(cause=facts.cause)
+        if start is None or attempt.failure.is_file():
+            is_last = facts is attempts[-1]  # whose are the logs that all attempts share
+            finding = explain_attempt(run, attempt, facts.cause, read_logs=is_last) or finding
+        elif start.state in ("PREEMPTED", "CANCELLED"):
             continue
-        start = ends.get(attempt.number)
-        if start is not None and start.state in JOB_ENDS and start.state not in ("PREEMPTED", "CANCELLED"):
-            faults.append(_fault_by_slurm(attempt, start))
-    return faults[-MAX_ROWS:]
-
-
-def _fault_by_slurm(attempt: Attempt, start: JobStart) -> Fault:
-    cause, fix = JOB_ENDS[start.state]
-    return Fault(
-        attempt=attempt.number,
-        where=f"node {start.failed_nodes}" if start.failed_nodes else "",
-        error=f"Slurm ended the job: {start.state}",
-        finding=Finding(cause=cause, fix=fix),
-    )
-
-
-def _recorded_fault(run: RunDir, attempt: Attempt, failure: Mapping[str, Any], *, read_logs: bool) -> Fault:
-    """Return a failure that the supervisor has recorded (`Attempt.failure`)."""
-    error = text_of(failure.get("error"))
-    kind = failure.get("kind")
-    host = text_of(failure.get("host"))
-    step = failure.get("step")
-    where = ""
-    if host:
-        where = f"rank {failure.get('rank')} on {host}"
-    if where and isinstance(step, int) and step:
-        # Only a rank that has reported its failure knows its last step.
-        if kind in ("killed", "out_of_memory", "vanished", "lost"):
-            where += f", last heartbeat at step {step}"
-        else:
-            where += f" after step {step}"
-    finding = explain_attempt(run, attempt, error, read_logs=read_logs) or Finding(cause=error)
-    if kind == "error" and failure.get("detail"):
-        error += f"; {failure['detail']}"
-    return Fault(attempt=attempt.number, where=where, error=error, finding=finding)
+        elif start.state in JOB_ENDS:
+            cause, fix = JOB_ENDS[start.state]
+            finding = Finding(cause=cause, fix=fix)
+        faults.append(Fault(attempt=facts.number, error=text_of(facts.cause), finding=finding))
+    return faults
 
 
 def first_failed_rank(attempt: Attempt) -> int | None:

@@ -11,7 +11,7 @@ import yaml
 
 from hpcdist.host.json_files import write_json
 from hpcdist.review.ledger import Entry, Interval, Ledger
-from hpcdist.run.attempt_times import CAUSES, AttemptTimes, Cause, NodeShare, Resources, begin
+from hpcdist.run.attempt_times import CAUSES, AttemptTimes, Cause, NodeShare, Resources, begin, write_times
 from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import RunDir, State
 from hpcdist.trainers.comm.results import CheckResult, RankPlace, Results, Row
@@ -61,6 +61,11 @@ class ReportScene:
         folder = self.run.attempt(attempt).path
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content) + "\n")
+
+    def failed(self, sentence: str, attempt: int = 1) -> None:
+        """Write the times of a failed attempt, with the sentence of the supervisor."""
+        times = AttemptTimes(supervised=_BEGAN, began=_BEGAN, ended=_BEGAN + 50, status="failed", reason=sentence)
+        write_times(self.run.attempt(attempt), times)
 
     def figure(self, name: str, figure: Figure) -> None:
         write_figure(self.run.artifacts, name, figure)

@@ -59,6 +59,7 @@ def full(scene: ReportScene, monkeypatch: pytest.MonkeyPatch) -> ReportScene:
     scene.log({"train/loss": [1 / step for step in range(41, 91)]}, attempt=2, first=41)
     scene.log({"eval/loss": [0.5, 0.3], "eval/accuracy": [0.8, 0.9]}, attempt=2, first=60)
     scene.attempt_file("failure.json", failure("was killed by SIGKILL"))
+    scene.failed("rank 1 on n2 was killed by SIGKILL, last heartbeat at step 40")
     write_json(scene.run.mlflow, {"run_id": "0a1b"})
     scene.attempt_file("stragglers.jsonl", {"role": "", "name": "n2", "event": "slow", "text": "n2 is 100 % slower"})
     scene.figure("confusion_matrix", Matrix(title="confusion", row_label="true", column_label="predicted",
@@ -78,7 +79,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     ]  # fmt: skip
     assert "trained 90 steps" in found.text
     assert "Repeat and compare" + "hpcdist rerun /" in found.text
-    assert "rank 1 on n2, last heartbeat at step 40: was killed by SIGKILL" in found.text
+    assert found.text.count("rank 1 on n2 was killed by SIGKILL, last heartbeat at step 40") == 2, "attempt and fault"
     assert "the rank was killed from outside" in found.text, "cause of the failure"
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
@@ -110,6 +111,7 @@ def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pyt
     scene.run.environment.write_text(json.dumps({"host": HOSTILE, HOSTILE: HOSTILE}))
     scene.log({f"train/{HOSTILE}": [1.0, 2.0], f"eval/{HOSTILE}": [1.0, math.nan], f"a{HOSTILE}": [1.0]})
     scene.attempt_file("failure.json", failure(HOSTILE, host=HOSTILE))
+    scene.failed(HOSTILE)
     scene.attempt_file("stragglers.jsonl", {"role": "", "name": "n2", "event": HOSTILE, "text": HOSTILE})
     scene.figure("a", Matrix(title=HOSTILE, row_label=HOSTILE, column_label=HOSTILE, names=[HOSTILE], values=[[1]]))
     scene.figure("c", Curves(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, lines={HOSTILE: [[0, 1], [1, 1]]}))
