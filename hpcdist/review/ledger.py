@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from hpcdist.config.cluster_schema import ClusterConfig, read_price
@@ -12,7 +12,7 @@ from hpcdist.config.slurm_notation import expand
 from hpcdist.config.written import read_section
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.json_files import LARGEST, read_json_lines
-from hpcdist.review.facts import read_attempts, read_checkpoints
+from hpcdist.review.facts import read_attempts, read_checkpoints, readable
 from hpcdist.run.attempt_times import CAUSES, AttemptTimes, Cause, NodeShare, end_of, read_times
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.job_record import JobStart, all_job_starts
@@ -441,6 +441,11 @@ def read_ledger(run: RunDir) -> Ledger:
         # The useful time of a plain script is known only if it reports steps.
         is_measured=all(timed.times.measured or _known_account(timed) is not None for timed in attempts),
     )
+
+
+def ledgers_of(runs: Iterable[RunDir]) -> dict[str, Ledger]:
+    """Return the ledgers of runs by name; an empty one for a run whose files cannot be read."""
+    return {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
 
 
 def _energy_of(allocations: Iterable[AllocationTimes]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -24,7 +24,7 @@ from hpcdist.review.facts import (
     read_facts,
     readable,
 )
-from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
+from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, together
 from hpcdist.review.markdown import text_of
 from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
@@ -82,7 +82,8 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     """Write `report.html` of a run or sweep. Returns whether its content has changed. Raises OSError."""
     if isinstance(run, SweepDir):
         facts = read_sweep_facts(run, run.read_state())
-        text = render_sweep(run, facts, charts_of(run, facts, read))
+        spent = ledgers_of(run.cells())
+        text = render_sweep(run, facts, spent, charts_of(run, facts, spent, read))
     else:
         text = render_report(run, read)
     try:
@@ -95,18 +96,24 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     return True
 
 
-def render_sweep(sweep: SweepDir, facts: SweepFacts, drawn: Sequence[SweepChart], *, with_links: bool = True) -> str:
+def render_sweep(
+    sweep: SweepDir,
+    facts: SweepFacts,
+    spent: Mapping[str, Ledger],
+    drawn: Sequence[SweepChart],
+    *,
+    with_links: bool = True,
+) -> str:
     """Return the report of a sweep as HTML.
 
     Args:
+        spent: the ledgers of its cells, see `ledgers_of`.
         drawn: the charts of `charts_of`.
         with_links: link the reports of the cells that have one, with paths relative to the sweep's folder.
     """
-    runs = sweep.cells()
-    spent = _ledgers_of(runs)
     pages = {}
     if with_links:
-        pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}
+        pages = {run.name: f"../{quote(run.name)}/report.html" for run in sweep.cells() if run.report.is_file()}
 
     def cost(setting: str = "") -> str:
         """Return the cost of the cells of a setting, by default of all."""
@@ -127,16 +134,10 @@ def render_sweep(sweep: SweepDir, facts: SweepFacts, drawn: Sequence[SweepChart]
     return environment().get_template("sweep.html").render(content)
 
 
-def _ledgers_of(runs: Iterable[RunDir]) -> dict[str, Ledger]:
-    """Return the ledgers of runs by name; an empty one for a run whose files cannot be read."""
-    return {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
-
-
-def charts_of(sweep: SweepDir, facts: SweepFacts, read: ReadSeries) -> list[SweepChart]:
+def charts_of(sweep: SweepDir, facts: SweepFacts, spent: Mapping[str, Ledger], read: ReadSeries) -> list[SweepChart]:
     """Return the charts of a sweep, without the curves of cells whose files cannot be read."""
-    runs = sweep.cells()
-    series = {run.name: readable(partial(read, run)) or {} for run in runs}
-    return sweep_charts(facts, series, _ledgers_of(runs))
+    series = {run.name: readable(partial(read, run)) or {} for run in sweep.cells()}
+    return sweep_charts(facts, series, spent)
 
 
 def as_image(chart: SweepChart) -> str:

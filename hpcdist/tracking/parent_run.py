@@ -1,15 +1,14 @@
 """The MLflow parent run of a sweep, which the shippers of its cells keep up to date, several of them at once."""
 
 import time
-from functools import partial
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Self
 
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import read_json
 from hpcdist.host.locks import long_lock
-from hpcdist.review.facts import readable
-from hpcdist.review.ledger import cost_of, read_ledger, together
+from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, together
 from hpcdist.review.markdown import run_page
 from hpcdist.review.sweep_facts import SweepFacts, describe_sweep, read_sweep_facts, sweep_setup
 from hpcdist.run.folder import ENDED, RunDir
@@ -84,19 +83,18 @@ class ParentRun:
                 facts = read_sweep_facts(self._sweep, state)
                 setup = sweep_setup(facts, self._sweep)
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason}
-                readings = [readable(partial(read_ledger, cell)) for cell in self._sweep.cells()]
-                ledgers = [ledger for ledger in readings if ledger]
-                spent = cost_of(ledgers)
-                if spent:
-                    tags["hpcdist.cost"] = spent
+                spent = ledgers_of(self._sweep.cells())
+                total = cost_of(spent.values())
+                if total:
+                    tags["hpcdist.cost"] = total
             report = ""
             if state.status in ENDED:
                 report = run_page(opened.experiment_id, opened.run_id, "report.html")
-                self._upload_report(opened, facts)
+                self._upload_report(opened, facts, spent)
             cost = f"`hpcdist cost {self._sweep.name}` lists it by run"
-            if spent:
-                cost = f"{spent}; {cost}"
-            ledger = together(ledgers)
+            if total:
+                cost = f"{total}; {cost}"
+            ledger = together(spent.values())
             text = describe_sweep(facts, ledger, setup, cost=cost, report=report, max_chars=MAX_DESCRIPTION)
             set_note(opened, text)
             if facts.is_best and facts.best is not None:
@@ -119,18 +117,18 @@ class ParentRun:
                 return
             state = now
 
-    def _upload_report(self, opened: MlflowRun, facts: SweepFacts) -> None:
+    def _upload_report(self, opened: MlflowRun, facts: SweepFacts, spent: Mapping[str, Ledger]) -> None:
         """Upload the report, and its charts as images."""
         # Other commands that import this module draw nothing.
         from hpcdist.review.report import as_image, charts_of, render_sweep
 
         with as_tracking_error():
-            drawn = charts_of(self._sweep, facts, read_series)
+            drawn = charts_of(self._sweep, facts, spent, read_series)
             # Links to the reports of the cells would be broken in MLflow.
-            files = {"report.html": render_sweep(self._sweep, facts, drawn, with_links=False)}
+            files = {"report.html": render_sweep(self._sweep, facts, spent, drawn, with_links=False)}
             for chart in drawn:
                 files[f"charts/{chart.name}.svg"] = as_image(chart)
-            write_atomic(self._sweep.report, render_sweep(self._sweep, facts, drawn))
+            write_atomic(self._sweep.report, render_sweep(self._sweep, facts, spent, drawn))
         with translated(opened.uri):
             for name, text in files.items():
                 opened.client.log_text(opened.run_id, text, name)

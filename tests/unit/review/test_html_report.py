@@ -11,10 +11,11 @@ import pytest
 from report_scene import ReportScene, failure, some_ledger
 
 from hpcdist.host.json_files import write_json
-from hpcdist.review import report
+from hpcdist.review import ledger, report
 from hpcdist.review.charts import line_chart
 from hpcdist.review.explain import explain
 from hpcdist.review.facts import Series
+from hpcdist.review.ledger import ledgers_of
 from hpcdist.review.report import render_report, render_sweep, write_report
 from hpcdist.review.sweep_facts import read_sweep_facts
 from hpcdist.run.attempt_times import CAUSES
@@ -184,7 +185,7 @@ def test_each_cause_has_one_colour_and_only_lost_time_is_red(full: ReportScene) 
 
 
 def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
+    monkeypatch.setattr(ledger, "read_ledger", lambda run: some_ledger())
     cells = []
     for lr, size, seed, value in ((0.1, 16, 1, 0.8), (0.1, 16, 2, 0.9), (0.1, 32, 1, 0.5), (0.2, 16, 1, None)):
         scene = ReportScene(tmp_path, f"tune-{lr}-{size}-{seed}")
@@ -212,7 +213,8 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     assert re.search("&lt;b&gt;lr=0.2 batch_size=16 seed=1 [0-9.]+ core-hours failed", text)
     keys.remove("seed")
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells[1:]})
-    without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state()), [])
+    spent = ledgers_of(sweep.cells())
+    without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state()), spent, [])
     assert "<h2>Settings</h2>" not in without_seeds
     assert without_seeds.count("★ ") == 1
 
