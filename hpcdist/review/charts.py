@@ -222,6 +222,8 @@ def _matrix(matrix: Matrix) -> Markup:
     return tag("div", table, class_="scroll")
 
 
+#: Metrics that grow by the same amount in each step: their curves are straight lines.
+_COUNTERS = ("samples", "train/epoch")
 MAX_CHARTS = 24
 MAX_LINES = 8
 #: Points of a line are thinned to the lowest and highest of each of these columns.
@@ -251,7 +253,8 @@ def metric_charts(
     """
     keys_by_title = {title: _matching(series, patterns) for title, patterns in declared.items()}
     in_declared = {key for keys in keys_by_title.values() for key in keys}
-    others = [key for key in series if not is_hidden(key) and key not in in_declared]
+    without_chart = in_declared.union(_COUNTERS)
+    others = [key for key in series if not is_hidden(key) and key not in without_chart]
     groups: dict[str, list[str]] = {}
     for key in sorted(others, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(group_of(key), []).append(key)

@@ -209,12 +209,14 @@ def svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
     return tag("svg", content, width=WIDTH, height=height, viewBox=box, role="img", aria_label=label)
 
 
-#: Side of the coloured squares in a legend, its columns, and the height of its rows.
+#: Side of the coloured squares in a legend, and the height of its rows.
 _SWATCH = 11
-_LEGEND_COLUMNS = 2
 _LEGEND_ROW = 20
-#: Characters of a name in a legend.
-_MAX_NAME = 34
+#: Space between the label of the horizontal axis and the legend.
+_LEGEND_GAP = 8
+#: Characters of a name in a legend; shorter names have two columns.
+_MAX_NAME = 64
+_SHORT_NAME = 28
 
 
 def with_legend(parts: Iterable[Markup], colours: Mapping[str, str], label: str, dot: str = "") -> Markup:
@@ -227,17 +229,23 @@ def with_legend(parts: Iterable[Markup], colours: Mapping[str, str], label: str,
     """
     drawn = list(parts)
     names = [*colours, dot] if dot else list(colours)
+    num_columns = 2
+    if any(len(name) > _SHORT_NAME for name in names):
+        num_columns = 1
     for index, name in enumerate(names):
-        left = LEFT + (index % _LEGEND_COLUMNS) * (RIGHT - LEFT) / _LEGEND_COLUMNS
-        top = float(HEIGHT + (index // _LEGEND_COLUMNS) * _LEGEND_ROW)
+        row, column = divmod(index, num_columns)
+        left = LEFT + column * (RIGHT - LEFT) / num_columns
+        top = float(HEIGHT + _LEGEND_GAP + row * _LEGEND_ROW)
         if colours.get(name):
             drawn.append(rect(colours[name], name, left, top, _SWATCH, _SWATCH))
         elif name == dot:
             radius = _SWATCH / 2
             drawn.append(tag("circle", class_="dot", cx=left + radius, cy=top + radius, r=radius))
         drawn.append(text_at("row", one_line(name, _MAX_NAME), left + _SWATCH + 6, top + _SWATCH - 1))
-    num_rows = math.ceil(len(names) / _LEGEND_COLUMNS)
-    return svg(HEIGHT + num_rows * _LEGEND_ROW, drawn, label)
+    height = HEIGHT
+    if names:
+        height += _LEGEND_GAP + math.ceil(len(names) / num_columns) * _LEGEND_ROW
+    return svg(height, drawn, label)
 
 
 def swatch(colour: str) -> Markup:

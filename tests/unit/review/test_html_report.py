@@ -219,6 +219,20 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     assert without_seeds.count("★ ") == 1
 
 
+def test_counters_have_no_chart_but_a_row_of_values(scene: ReportScene) -> None:
+    scene.log({"train/loss": [0.5, 0.25], "train/epoch": [1.0, 2.0], "samples": [32.0, 64.0]})
+    page = page_of(scene)
+    assert re.findall(r"<h3>(.*?)</h3>", page) == ["train/loss"]
+    assert "<td>samples</td>" in page
+
+
+def test_long_names_of_a_legend_are_below_each_other() -> None:
+    for longest, num_places in ((28, 2), (29, 1)):
+        points = [(1.0, 1.0), (2.0, 2.0)]
+        chart = str(line_chart({"a": points, "b" * longest: points}, x_label="step"))
+        assert len(set(re.findall(r'<text class="row" x="([\d.]+)"', chart))) == num_places
+
+
 def test_commands_in_reasons_are_code(full: ReportScene) -> None:
     full.state(status="stopped", reason="`hpcdist resume first` continues it")
     page = page_of(full)
