@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hpcdist_runs import finish, rank_of, wait_for
-from mlflow_site import START_TIMEOUT_S, Site, config, request_status
+from mlflow_site import START_TIMEOUT_S, UNFOLD, Site, config, request_status
 from playwright.sync_api import Locator, Page, expect
 
 from hpcdist.host.json_files import read_json
@@ -143,12 +143,16 @@ def test_experiment_lists_its_runs_below_the_table_of_the_best(page: Page, site:
     page.goto(site.experiment_page)
     for run in ("baseline", "failing", "stopped", "tune"):
         expect(listed(page, run)).to_be_visible()
-    # The description: its first line alone until a click.
+    # The description: its first line alone until a click on the arrow.
     headline = page.get_by_text(re.compile("^Best eval/accuracy: .* ± .*, baseline"))
     expect(headline).to_be_visible()
-    headline.click()
+    top = page.locator(".ag-row").first.bounding_box()
+    headline.locator(UNFOLD).click()
     row = page.locator("table tr").filter(has=page.get_by_role("link", name="baseline", exact=True))
     expect(row.first).to_contain_text("finished")
+    page.wait_for_function(
+        "top => document.querySelector('.ag-row').getBoundingClientRect().top > top + 100", arg=top["y"] if top else 0
+    )
     expect(page.get_by_text("hpcdist runs --experiment")).to_be_visible()
 
 

@@ -21,6 +21,8 @@ FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=dig
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
 STOPPED = ["trainer=counting:train", "params.until=100000"]
 SWEEP = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]
+#: From the first line of an experiment's description to the arrow that unfolds the rest, the second button beside it.
+UNFOLD = "xpath=ancestor::div[count(.//button)=2][1]//button[2]"
 #: Time limit for the start of a process; on a busy machine, the import of MLflow takes more than a minute.
 START_TIMEOUT_S = 240
 
