@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from hpcdist.errors import duration, few, plural
 from hpcdist.host.retry import retry
 from hpcdist.review.description import setup_rows
-from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
+from hpcdist.review.facts import RunFacts, Series, is_hidden, lost_text, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.markdown import clock, text_of
 from hpcdist.review.svg import number
@@ -206,7 +206,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
         "reason": text_of(state.reason),
         "created": clock(state.created),
         "attempts": str(state.attempt),
-        "steps lost": _steps_lost(facts),
+        "steps lost": lost_text(facts.attempts) or "not measured",
     }
     if ledger.running_s:
         rows["running"] = duration(ledger.running_s)
@@ -220,15 +220,6 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     if ledger.energy_text:
         rows["energy"] = ledger.energy_text
     return rows
-
-
-def _steps_lost(facts: RunFacts) -> str:
-    total = 0
-    for attempt in facts.attempts:
-        if attempt.steps_lost is None:
-            return "not measured"
-        total += attempt.steps_lost
-    return str(total)
 
 
 def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
