@@ -185,6 +185,7 @@ def test_reused_process_id_is_another_process(run: RunDir) -> None:
     assert holder(run) is None, "damaged"
 
 
+@pytest.mark.processes
 def test_holder_is_alive_after_the_clock_was_set(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """psutil derives the start of a process from the time of the boot, which moves with the clock."""
     with hold(run):

@@ -367,7 +367,7 @@ GPUS = {
 }
 
 
-def test_other_metrics_are_recorded_while_the_disk_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_without_the_disk_while_it_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> None:
         raise OSError(errno.ESTALE, f"Stale file handle: {path}")
 
