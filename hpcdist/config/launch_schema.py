@@ -42,6 +42,8 @@ class LaunchConfig(ConfigSection):
     """Maximum number of restarts after failures; after an exception of the code only if something was saved."""
     fit_batch: bool = False
     """Halve the micro-batches of an elastic run after CUDA out of memory, and restart; the global batch stays."""
+    cache_dir: str = field(default="", metadata=IS_PATH)
+    """Folder of your own that keeps what torch.compile compiles; empty: `.hpcdist-compiled` in runs_dir."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
 

@@ -126,6 +126,13 @@ class Config(ConfigSection):
         """The folder of the run."""
         return Path(self.runs_dir) / self.experiment / self.name
 
+    @property
+    def compiled_folder(self) -> Path:
+        """The folder that keeps compiled code of all runs."""
+        if self.launch.cache_dir:
+            return Path(self.launch.cache_dir)
+        return Path(self.runs_dir) / ".hpcdist-compiled"
+
     def section(self, kind: type[S]) -> S:
         """Return the section of a trainer, such as `cfg.section(RlConfig)`.
 

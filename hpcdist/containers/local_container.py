@@ -114,6 +114,9 @@ def local_container(
     folders = [runs, data]
     if own_code:
         folders.append(cwd)
+    compiled = config.compiled_folder.expanduser().absolute()
+    if compiled.is_dir() and not compiled.is_relative_to(runs):
+        folders.append(compiled)
     gpus = ""
     if num_gpus and config.launch.device != "cpu":
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all"

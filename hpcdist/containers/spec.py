@@ -80,8 +80,9 @@ def _mounts(config: Config, folders: Sequence[Path]) -> tuple[Mount, ...]:
     mounts = [Mount.parse(text) for text in config.container.mounts]
     taken = {mount.target for mount in mounts} | _OF_THE_IMAGE
     paths = list(folders)
-    if Path(config.data.root).is_dir():
-        paths.append(Path(config.data.root))
+    for folder in (Path(config.data.root), config.compiled_folder):
+        if folder.is_dir():
+            paths.append(folder)
     script = config.trainer.script_file
     if script is not None:
         paths.append(script.parent)

@@ -12,7 +12,7 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.ownership import make_private
 
 log = logging.getLogger(__name__)
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def require_compiler(device: str, env: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
         run: a run folder, in which the cache is if another user has taken the name that hpcdist uses.
     """
     prefix = "torchinductor_"
-    if not Path(env.get(_CACHE, prefix)).name.startswith(prefix):
+    if not Path(env.get(CACHE_VARIABLE, prefix)).name.startswith(prefix):
         return {}
     folder = Path(tempfile.gettempdir(), f"{prefix}{os.geteuid()}")
     try:
@@ -59,4 +59,4 @@ def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
     except RunFolderError as error:
         log.warning("the cache of torch.compile is in the run folder: %s", error)
         folder = run / "torchinductor"
-    return {_CACHE: str(folder)}
+    return {CACHE_VARIABLE: str(folder)}

@@ -26,8 +26,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -39,13 +39,14 @@ from hpcdist.config.topology import Topology
 from hpcdist.config.written import arguments_of
 from hpcdist.errors import HpcdistError, PeerLost, RendezvousError, TrainerError, UserMistake
 from hpcdist.host import log_files, retry
-from hpcdist.host.compiler import cache_environment
+from hpcdist.host.compiler import CACHE_VARIABLE, cache_environment
 from hpcdist.host.json_files import write_json
-from hpcdist.rank import script_api
+from hpcdist.rank import compile_cache, script_api
 from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders, has_joined_group
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.rank_requests import RequestReader
+from hpcdist.run.script_ranks import find_spawn_in_copy
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 from hpcdist.tracking.written_files import WrittenFiles
 
@@ -106,7 +107,8 @@ def _run_script_or_trainer(
     # An address with a password is not kept in the config, nor passed to ranks in a container, which do not need it.
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     log_files.limit_log(run.path)
-    os.environ.update(cache_environment(os.environ, run.path))
+    local_cache = cache_environment(os.environ, run.path)
+    os.environ.update(local_cache)
     records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
     # MLflow in the ranks writes into this run, unless the config sets its store by launch.env.MLFLOW_TRACKING_URI.
     if URI_VARIABLE not in config.launch.env:
@@ -117,14 +119,15 @@ def _run_script_or_trainer(
                 "what the code logs with MLflow does not reach this run, since hpcdist is not installed, or an older"
                 " version of it: install it (`pip install --editable .` in a checkout)"
             )
-    if config.trainer.script:
-        ended, reason = _run_trainer_script(config, run, attempt, topology, outcome, records)
-    else:
-        try:
-            ended, reason = _run_trainer(config, run, attempt, topology, outcome, records)
-        except BaseException:
-            records.journal.close()
-            raise
+    with _kept_compile_cache(config, run, local_cache):
+        if config.trainer.script:
+            ended, reason = _run_trainer_script(config, run, attempt, topology, outcome, records)
+        else:
+            try:
+                ended, reason = _run_trainer(config, run, attempt, topology, outcome, records)
+            except BaseException:
+                records.journal.close()
+                raise
 
     def conclude() -> int:
         try:
@@ -138,6 +141,14 @@ def _run_script_or_trainer(
 
     # Half of the smaller limit, so that the supervisor does not kill a rank that waits for its threads.
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
+
+
+def _kept_compile_cache(config: Config, run: RunDir, local: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Return a block that keeps what torch.compile makes in it. `local`: the result of `cache_environment`."""
+    if not local:  # the user has set the cache's folder
+        return nullcontext()
+    starts_ranks = bool(config.trainer.script) and find_spawn_in_copy(config, run) is not None
+    return compile_cache.kept(config.compiled_folder, Path(local[CACHE_VARIABLE]), now=starts_ranks)
 
 
 def _run_trainer_script(

@@ -15,10 +15,11 @@ from pathlib import Path
 from hpcdist.config.schema import Config, new_run_problems
 from hpcdist.config.trainer_declaration import find_trainer, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
-from hpcdist.errors import ConfigError, few, suggestion
+from hpcdist.errors import ConfigError, RunFolderError, few, suggestion
 from hpcdist.host import retry
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import read_json
+from hpcdist.host.ownership import make_private
 from hpcdist.run import kept_secrets, snapshot
 from hpcdist.run.config_origin import Origin, write_origin
 from hpcdist.run.folder import RunDir
@@ -192,6 +193,10 @@ def create_run(
         weights: what `model.init_from` names.
     """
     run = RunDir.create(config.folder)
+    if config.container.runtime != "none":
+        # A container can only mount an existing folder. Without it, ranks compile in each new place.
+        with suppress(RunFolderError, OSError):
+            make_private(config.compiled_folder)
     try:
         kept_secrets.keep(run, secrets_of(config))
         write_atomic(run.config, run_yaml(config), durable=True)

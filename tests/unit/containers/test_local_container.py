@@ -38,6 +38,15 @@ def container_for(
     )
 
 
+def test_own_folder_of_compiled_code_is_mounted(tmp_path: Path) -> None:
+    volume = f"--volume={tmp_path}:{tmp_path}"
+    assert volume in run_words(container_for(f"launch.cache_dir={tmp_path}"))
+    assert volume not in run_words(container_for())
+    (tmp_path / ".hpcdist-compiled").mkdir()
+    inside = container_for(f"runs_dir={tmp_path}")
+    assert sum(word.startswith(volume) for word in run_words(inside)) == 1
+
+
 def words_about_gpus(container: LocalContainer) -> list[str]:
     return [word for word in run_words(container) if "gpu" in word]
 

@@ -66,6 +66,15 @@ def test_configured_mount_replaces_the_default_one(tmp_path: Path) -> None:
     assert not {"/", "/usr"} & mounts.keys()
 
 
+def test_folder_of_compiled_code_is_mounted_if_it_exists(tmp_path: Path) -> None:
+    config = Config(runs_dir=str(tmp_path), container=ContainerConfig(runtime="apptainer", image="/i.sif"))
+    folder = tmp_path / ".hpcdist-compiled"
+    mount = Mount(source=str(folder), target=str(folder))
+    assert mount not in spec_of(config).mounts
+    folder.mkdir()
+    assert mount in spec_of(config).mounts
+
+
 def test_gpus_depend_on_device_and_request() -> None:
     for device, gpus, expected in (("auto", 4, True), ("cpu", 4, False), ("auto", 0, False)):
         config = Config(

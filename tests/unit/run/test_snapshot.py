@@ -14,11 +14,12 @@ from unittest.mock import Mock
 import pytest
 
 import hpcdist
+from hpcdist.config.cluster_schema import ContainerConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
-from hpcdist.run.create import check_trainer
+from hpcdist.run.create import check_trainer, create_run
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import (
     CodeState,
@@ -548,3 +549,16 @@ def test_gitignore_of_a_plain_folder_is_obeyed(project: Path, run: RunDir, monke
     monkeypatch.setenv("PATH", "/nowhere")
     take(config(run), run, project)
     assert set(contents(run.code)) == {"train.py", "sub/notes.py", "big/a.py", "big/b.py"}
+
+
+def test_folder_of_compiled_code_exists_before_a_container_starts(run: RunDir, tmp_path: Path) -> None:
+    folder = run.path.parent.parent / ".hpcdist-compiled"
+    create_run(config(run, experiment="exp", name="outside"), tmp_path)
+    assert not folder.exists()
+    in_container = config(run, experiment="exp", container=ContainerConfig(runtime="apptainer", image="/i.sif"))
+    create_run(replace(in_container, name="inside"), tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    # A folder that cannot be made does not end the run.
+    folder.rmdir()
+    folder.symlink_to("/nowhere/else")
+    create_run(replace(in_container, name="without"), tmp_path)

@@ -1,0 +1,208 @@
+"""The cache of torch.compile, kept beyond this process and this node.
+
+On a node the cache is a folder on the local disk, for each kind of machine one. Before a process compiles for the first
+time, the files that other processes have stored on the shared file system are copied to it. One process of each node
+copies new files back, every minute and at its end. A process that does not compile does nothing of this.
+
+Folders instead of torch.compiler.save_cache_artifacts: these contain no compiled C++ code, so that a start on CPUs took
+51 s with them, 61 s without, and 5 s with the folder; and processes that a script starts share a folder as well.
+
+No error of the cache ends a run: it is logged once.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import IO
+from zipfile import BadZipFile
+
+from hpcdist.errors import HpcdistError
+from hpcdist.host.compiled_archive import SUFFIX, cached_files, limit, pack, unpack
+from hpcdist.host.compiler import CACHE_VARIABLE
+from hpcdist.host.gpu_info import gpus
+from hpcdist.host.locks import exclusive, lock_now, open_lock
+from hpcdist.host.machine import text_of
+from hpcdist.host.ownership import make_private
+from hpcdist.host.versions import versions
+
+log = logging.getLogger(__name__)
+#: Triton's own cache, for kernels that are not torch's.
+TRITON_VARIABLE = "TRITON_CACHE_DIR"
+#: `torch.compile` imports this module when it is called.
+_COMPILES = "torch._inductor.compile_fx"
+_EVERY_S = 60.0
+#: Limit of the last copy: a file system that hangs must not keep the rank.
+_END_S = 10.0
+#: Wait for another process of this node that unpacks the archive.
+_UNPACK_S = 120.0
+#: Lines of /proc/cpuinfo on which `-march=native` depends.
+_PROCESSOR = re.compile(
+    r"^(?:vendor_id|cpu family|model|model name|flags|Features|CPU implementer|CPU part)\s*:.*$", re.MULTILINE
+)
+
+
+@contextmanager
+def kept(store: Path, local: Path, *, now: bool = False) -> Iterator[None]:
+    """Keep what the code in the block compiles.
+
+    Args:
+        store: folder on the shared file system, which this user alone may write to.
+        local: folder on the local disk, likewise; subfolders are for kinds of machines.
+        now: whether child processes compile, whose first compilation this process does not notice.
+    """
+    cache = _Cache(store, local)
+    finder = _BeforeImport(_COMPILES, cache.begin)
+    if now or _COMPILES in sys.modules:
+        cache.begin()
+    else:
+        sys.meta_path.insert(0, finder)
+    has_finished = False
+    try:
+        yield
+        has_finished = True
+    finally:
+        finder.remove()
+        # A failed rank ends at once, so that the others do not wait for it.
+        cache.end(save=has_finished)
+
+
+def machine_kind() -> str:
+    """Return a file name for all machines that can execute the same compiled code, and for the version of torch."""
+    installed = versions()
+    torch = installed.get("torch", "unknown")
+    gpu_names = sorted({gpu.name for gpu in gpus()})
+    processor = text_of(Path("/proc/cpuinfo")).partition("\n\n")[0]
+    facts = [
+        torch,
+        installed.get("cuda", ""),
+        sys.version,
+        *gpu_names,
+        installed.get("driver", ""),
+        # Code for CPUs uses all instructions of this processor, and functions of this C library.
+        platform.machine(),
+        *_PROCESSOR.findall(processor),
+        *platform.libc_ver(),
+    ]
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
+    devices = "+".join(gpu_names) or "cpu"
+    return re.sub(r"[^A-Za-z0-9.+_-]", "-", f"torch-{torch}_{devices}_{digest}")
+
+
+class _BeforeImport(MetaPathFinder):
+    """Calls a function before the first import of a module; finds no module itself."""
+
+    def __init__(self, module: str, function: Callable[[], None]) -> None:
+        self._module = module
+        self._function = function
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == self._module:
+            self.remove()
+            self._function()
+
+    def remove(self) -> None:
+        """Take this finder out of the import system, if it is in it."""
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
+
+class _Cache:
+    """The local folder of this kind of machine, and its archive."""
+
+    def __init__(self, store: Path, local: Path) -> None:
+        self._store = store
+        self._local = local
+        self._stored: set[Path] = set()  #: local files that this process has seen in the archive
+        self._has_warned = False
+        self._has_ended = threading.Event()
+        self._saver: threading.Thread | None = None
+        self._lock: IO[str] | None = None  #: held by the process that saves; the kernel releases it
+
+    def begin(self) -> None:
+        """Unpack the archive, and save new files from now on."""
+        try:
+            make_private(self._store)
+            kind = machine_kind()
+            self._folder = self._local / kind
+            self._archive = self._store / f"{kind}{SUFFIX}"
+            make_private(self._folder)
+            os.environ[CACHE_VARIABLE] = str(self._folder)
+            os.environ.setdefault(TRITON_VARIABLE, str(self._folder / "triton"))
+            self._unpack_once()
+            self._start_saver()
+        except Exception as error:  # whatever it is, torch compiles again
+            self._warn(error)
+
+    def end(self, *, save: bool) -> None:
+        """Stop saving, after a last time if `save`."""
+        if self._saver is None or self._lock is None:
+            return
+        self._has_ended.set()
+        if save:
+            # A thread of its own, because the one that saves every minute may wait for a file system.
+            last = threading.Thread(target=self._save, name="compile-cache-end", daemon=True)
+            last.start()
+            last.join(_END_S)
+            if last.is_alive():
+                self._warn(TimeoutError(f"the last copy did not end within {_END_S:g} s"))
+        self._lock.close()
+
+    def _unpack_once(self) -> None:
+        """Unpack the archive, unless a process of this node has unpacked this version of it."""
+        marker = self._folder / ".unpacked"
+        with exclusive(self._folder / ".unpacking", within_s=_UNPACK_S):
+            try:
+                about = self._archive.stat()
+            except FileNotFoundError:
+                return
+            version = f"{about.st_ino} {about.st_size}"
+            if text_of(marker) == version:
+                return
+            try:
+                num_files = unpack(self._archive, self._folder)
+            except BadZipFile as error:
+                self._warn(error)
+                return
+            marker.write_text(version)
+            log.info("%d compiled files were copied from %s", num_files, self._archive)
+
+    def _start_saver(self) -> None:
+        self._lock = open_lock(self._folder / ".saving", 0o600)
+        if not lock_now(self._lock):  # another process of this node saves
+            self._lock.close()
+            return
+        self._saver = threading.Thread(target=self._save_repeatedly, name="compile-cache", daemon=True)
+        self._saver.start()
+
+    def _save_repeatedly(self) -> None:
+        while not self._has_ended.wait(_EVERY_S):
+            self._save()
+
+    def _save(self) -> None:
+        try:
+            files = set(cached_files(self._folder))
+            if files <= self._stored:
+                return
+            pack(self._folder, self._archive)
+            limit(self._store, self._archive)
+            self._stored = files
+        except (OSError, HpcdistError, BadZipFile) as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "what torch.compile makes is not kept for later starts (launch.cache_dir): %s: %s",
+                type(error).__name__,
+                error,
+            )
