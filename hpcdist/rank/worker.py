@@ -90,7 +90,7 @@ def _run_and_end(folder: Path) -> NoReturn:
     except Exception as error:
         code = outcome.write_error(error)
         end(lambda: code, FAILED_S)
-    end(conclude, limit_s)
+    end(conclude, limit_s, outcome.note_late)
 
 
 def _run_script_or_trainer(
@@ -132,7 +132,7 @@ def _run_script_or_trainer(
     def conclude() -> int:
         try:
             records.close()
-            if topology.rank == 0:
+            if topology.rank == 0 or outcome.is_late:
                 outcome.write(ended, reason=reason)
             outcome.close()
         except Exception as error:
@@ -448,8 +448,8 @@ def exit_as_return(name: str) -> Iterator[None]:
 
 # The outcome file of a rank, in which the supervisor reads how the rank ended.
 #
-# Rank 0 writes `attempts/NNN/rank-00000.outcome.json` after a success; every rank that fails writes its own. A rank
-# that is killed writes nothing, and the supervisor sees its exit status.
+# Rank 0 writes `attempts/NNN/rank-00000.outcome.json` after a success; every rank that fails, or whose process ends
+# late, writes its own. A rank that is killed writes nothing, and the supervisor sees its exit status.
 
 #: Parts of error messages of gloo, NCCL, TensorPipe and the store when another rank has died.
 _PEER_LOST = (
@@ -479,6 +479,7 @@ class Outcome:
         self._path = attempt.outcome(rank)
         self._rank = rank
         self._reserve = attempt.path / f".rank-{rank:05d}.reserve"
+        self._late: dict[str, Any] = {}
         #: Returns the number of steps done, if known.
         self.step: Callable[[], int | None] = lambda: None
         #: Returns the number of micro-batches of an elastic run, if known.
@@ -489,14 +490,25 @@ class Outcome:
     def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
         """Write how the rank ended, with further details."""
         self.close()
-        result = {
+        result: dict[str, Any] = {
             "outcome": outcome,
             "rank": self._rank,
             "host": socket.gethostname(),
             "time": time.time(),
             "step": self.step(),
         }
+        if self._late:
+            result["late"] = self._late
         write_json(self._path, {**result, **details})
+
+    def note_late(self, since: float, what: str) -> None:
+        """Note what has kept this process since its code has ended. `since`: seconds since the epoch."""
+        self._late = {"since": since, "what": _shorten(what)}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something has kept this process after the end of its code."""
+        return bool(self._late)
 
     def close(self) -> None:
         """Free the reserved disk space."""
@@ -569,18 +581,40 @@ _STUCK_S = 2.0
 _imported_files: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
+#: Share of a core beyond which a process that does not end is working, such as on the compression of a file.
+_BUSY_SHARE = 0.1
+
+
 class _TimeIsUp(Exception): ...
 
 
-def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
+def end(
+    conclude: Callable[[], int], limit_s: float, note_late: Callable[[float, str], None] = lambda since, what: None
+) -> NoReturn:
     """End this process as Python does, with the exit code of `conclude`.
 
     Threads and functions of `atexit` share `limit_s`, but the latter have at least ATEXIT_S.
+
+    Args:
+        note_late: is called before `conclude` if something has to be cut off that has hardly computed: since when this
+            process ends, in seconds since the epoch, and what it is.
     """
+    since = time.time()
+    until = time.monotonic() + limit_s
+    used_s = time.process_time()
+    late: list[str] = []
+
+    def conclude_and_exit() -> NoReturn:
+        is_busy = time.process_time() - used_s > _BUSY_SHARE * (time.time() - since)
+        if late and not is_busy:
+            note_late(since, ", ".join(late))
+        exit_now(conclude())
 
     def give_up() -> None:
-        log.warning("a function of atexit does not end, and is cut off: %s", _name(threading.main_thread()))
-        exit_now(conclude())
+        name = _name(threading.main_thread())
+        log.warning("a function of atexit does not end, and is cut off: %s", name)
+        late.append(name)
+        conclude_and_exit()
 
     def interrupt(*_: object) -> NoReturn:
         raise _TimeIsUp
@@ -589,19 +623,22 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
     stuck.daemon = True
     stuck.start()
     signal.signal(signal.SIGALRM, interrupt)
-    until = time.monotonic() + limit_s
     _within(limit_s, threading._shutdown)  # type: ignore[attr-defined]
     main_thread = threading.main_thread()
     running = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if running:
-        log.warning("%s: not ended within %g s, and cut off", ", ".join(map(_name, running)), limit_s)
-    _within(max(ATEXIT_S, until - time.monotonic()), atexit._run_exitfuncs)
+        late += map(_name, running)
+        log.warning("%s: not ended within %g s, and cut off", ", ".join(late), limit_s)
+    has_ended = _within(max(ATEXIT_S, until - time.monotonic()), atexit._run_exitfuncs)
     children = [f"{child.name} ({child.pid})" for child in multiprocessing.active_children()]
     if children:
+        late.append(f"child processes {', '.join(children)}")
         log.warning("child processes %s: not ended, and killed", ", ".join(children))
+    elif not has_ended:
+        late.append("a function of atexit")
     _within(ATEXIT_S, _flush_files)
     stuck.cancel()
-    exit_now(conclude())
+    conclude_and_exit()
 
 
 def exit_now(code: int) -> NoReturn:
@@ -612,8 +649,12 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Call a function, and interrupt it after some seconds. As in Python, its errors do not change the exit code."""
+def _within(seconds: float, call: Callable[[], object]) -> bool:
+    """Call a function, and interrupt it after some seconds. As in Python, its errors do not change the exit code.
+
+    Returns whether it has ended in time: `atexit` catches the exception of the interruption.
+    """
+    began = time.monotonic()
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -624,6 +665,7 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
         pass
     except Exception:
         log.exception("an error at the end of the process is ignored")
+    return time.monotonic() - began < seconds
 
 
 def _name(thread: threading.Thread) -> str:

@@ -200,6 +200,34 @@ def _unreported_end(code: int, memory_kill: MemoryKill | None) -> tuple[Kind, st
     return "killed", f"was killed by {name}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateEnd:
+    """The end of ranks whose code has ended, but whose process did not."""
+
+    since: float  #: when the code of the last rank ended, in seconds since the epoch
+    sentence: str
+
+
+def late_end(exits: Mapping[int, int], outcomes: Mapping[int, Mapping[str, Any]]) -> LateEnd | None:
+    """Return what has kept the rank that ended last; None if nothing has, or its outcome file is damaged.
+
+    Args:
+        exits: exit codes by rank, in the order in which the ranks ended.
+        outcomes: outcome files of the ranks.
+    """
+    last = next(reversed(exits), None)
+    if last is None:
+        return None
+    outcome = outcomes.get(last, {})
+    late = outcome.get("late")
+    if not isinstance(late, dict):
+        return None
+    since, until, what = late.get("since"), outcome.get("time"), late.get("what")
+    if not isinstance(since, float) or not isinstance(until, float) or not isinstance(what, str):
+        return None
+    return LateEnd(since=since, sentence=f"the process of rank {last} did not end for {until - since:.0f} s: {what}")
+
+
 def killed_beside(
     exits: Mapping[int, int],
     memory_kills: Mapping[int, MemoryKill],

@@ -30,7 +30,7 @@ from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFi
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.protocols import Launcher, NodeChanges
-from hpcdist.supervisor.restart_policy import Failure, Kind, first_failure, killed_beside
+from hpcdist.supervisor.restart_policy import Failure, Kind, first_failure, killed_beside, late_end
 from hpcdist.supervisor.signals import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
 from hpcdist.tracking.rank_records import URI_VARIABLE, has_metrics
@@ -111,6 +111,7 @@ class Supervisor:
         #: Which processes beside the ranks the kernel has killed for lack of memory in the last attempt: a clause, or
         #: "" without any.
         self._killed_beside = ""
+        self._ended_late = ""
 
     def run(self) -> State:
         """Start attempts until the run ends or its job is requeued, and return its last state.
@@ -315,6 +316,7 @@ class Supervisor:
         """Start the ranks, watch them until all have ended, and return how they ended."""
         self._last_attempt = attempt
         self._killed_beside = ""
+        self._ended_late = ""
         self._write_request(attempt)  # of a signal that arrived between two attempts
         try:
             # A launcher that raises has already ended the ranks that it had started.
@@ -390,6 +392,11 @@ class Supervisor:
         )
         if failure is not None:
             return replace(failure, memory=self._killed_beside)
+        late = late_end(exits, outcomes)
+        if late is not None:
+            self._ended_late = late.sentence
+            if self._times.idle_since is None:
+                self._times = replace(self._times, idle_since=late.since)
         if watch.stops_script:
             return "stopped"
         reported = outcomes.get(0, {}).get("outcome")
@@ -490,6 +497,8 @@ class Supervisor:
             how = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
             if self._killed_beside:
                 how += f"; but {self._killed_beside}"
+            if self._ended_late:
+                how += f"; {self._ended_late}"
             return how
         if outcome == "cancelled":
             return ""

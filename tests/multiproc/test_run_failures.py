@@ -288,6 +288,28 @@ def test_restarted_script_has_its_cause_and_lost_steps(runs: Runs) -> None:
     assert re.search(r"checkpoints +step10\.pt", runs.command("status", name)[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_process_that_outlives_its_script_is_idle(runs: Runs, is_stuck: bool) -> None:
+    name = f"outlived-{is_stuck}"
+    begin = ""
+    if is_stuck:
+        begin = "threading.Thread(target=threading.Event().wait, name='upload').start()"
+    (runs.project / "outlived.py").write_text(f"import threading\nprint('loss 1')\n{begin}\n")
+    config = runs.config(name, "trainer.script=[outlived.py]", "launch.num_ranks=1", "launch.stop_grace_s=4")
+    code, output = runs.command("run", *config, **runs.unshipped)
+    assert code == 0, output
+    run = runs.run_dir(name)
+    late = re.search(r"; the process of rank 0 did not end for (\d+) s: thread 'upload' \(", run.read_state().reason)
+    idle_s = read_ledger(run).seconds.get("idle", 0.0)
+    assert (late is not None) == is_stuck
+    if late is not None:
+        assert int(late[1]) >= 2
+        assert idle_s >= 2
+    else:
+        assert idle_s < 2
+
+
 def test_loss_that_stays_nan_is_reported_and_may_end_the_run(runs: Runs) -> None:
     loss = "float('nan') if step >= 5 else 1 / step"
     (runs.project / "diverging.py").write_text(

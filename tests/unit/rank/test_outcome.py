@@ -38,8 +38,11 @@ def conclude():
     (folder / "concluded").touch()
     return 3
 
+def note_late(since, what):
+    (folder / "late-end").write_text(what)
+
 {actions}
-process_end.end(conclude, limit_s)
+process_end.end(conclude, limit_s, note_late)
 """
 #: Threads often run as long as the main thread.
 LATE = "threading.Thread(target=lambda: (threading.main_thread().join(), (folder / 'late').touch())).start()"
@@ -56,6 +59,12 @@ child = multiprocessing.get_context("fork").Process(target=work, name="loader", 
 child.start()
 while not (folder / "ignores").exists():
     time.sleep(0.01)
+"""
+BUSY = """\
+def compute():
+    while True:
+        pass
+threading.Thread(target=compute, name='busy').start()
 """
 RAISES = "atexit.register(lambda: 1 / 0)"
 
@@ -84,6 +93,7 @@ def test_threads_and_atexit_functions_end_before_the_conclusion(tmp_path: Path) 
     assert (tmp_path / "buffer").read_text() == "written"
     assert "ZeroDivisionError" in done.stderr
     assert "cut off" not in done.stderr
+    assert not (tmp_path / "late-end").exists()
 
 
 @pytest.mark.processes
@@ -93,8 +103,18 @@ def test_what_does_not_end_is_cut_off_and_the_rest_is_done(tmp_path: Path, endle
     assert (tmp_path / "left").exists()
     assert (tmp_path / "buffer").read_text() == "written"
     assert ("thread 'endless' (" in done.stderr) == (endless == ENDLESS)
+    kept_it = {ENDLESS: "thread 'endless' (", ENDLESS_AT_EXIT: "a function of atexit"}
+    assert (tmp_path / "late-end").read_text().startswith(kept_it[endless])
     done = end(tmp_path, UNINTERRUPTED, limit_s=0.1, stuck_s=0.1)
     assert "a function of atexit does not end, and is cut off: thread 'MainThread' (" in done.stderr
+    assert (tmp_path / "late-end").read_text().startswith("thread 'MainThread' (")
+
+
+@pytest.mark.processes
+def test_thread_that_computes_is_not_idle_at_the_end(tmp_path: Path) -> None:
+    done = end(tmp_path, BUSY, limit_s=1.0)
+    assert "thread 'busy' (" in done.stderr
+    assert not (tmp_path / "late-end").exists()
 
 
 @pytest.mark.processes
@@ -102,6 +122,7 @@ def test_child_process_that_does_not_end_is_named(tmp_path: Path) -> None:
     kill_at_exit = "import subprocess; subprocess.Popen(['sh', '-c', f'sleep 5; kill -KILL {child.pid}'])"
     done = end(tmp_path, IGNORES_SIGTERM, kill_at_exit, limit_s=0.3)
     assert re.search(r"child processes loader \(\d+\): not ended, and killed", done.stderr), done.stderr
+    assert re.fullmatch(r"child processes loader \(\d+\)", (tmp_path / "late-end").read_text())
 
 
 @pytest.mark.processes

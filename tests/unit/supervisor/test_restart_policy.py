@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.host.cgroups import MemoryKill, MemoryScope
 from hpcdist.supervisor.progress import StragglerEvent, Stragglers
-from hpcdist.supervisor.restart_policy import Failure, first_failure, killed_beside, suspect
+from hpcdist.supervisor.restart_policy import Failure, first_failure, killed_beside, late_end, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
 LEFT = "ended with exit status 0 before the other ranks"
@@ -323,3 +323,17 @@ def test_straggler_is_reported_once_and_when_it_is_over() -> None:
     (over,) = simulation.train(630, even)
     assert over.text == "n3 is as fast as the median node again"
     assert [event.event for event in simulation.train(80, slow(2, compute=0.1))] == ["slow"]
+
+
+def test_rank_that_ended_last_says_what_has_kept_it() -> None:
+    late = {"time": 160.0, "late": {"since": 100.0, "what": "thread 'upload' (u.py:3)"}}
+    ended = late_end({1: 0, 0: 0}, {0: late})
+    assert ended is not None
+    assert (ended.since, ended.sentence) == (
+        100.0,
+        "the process of rank 0 did not end for 60 s: thread 'upload' (u.py:3)",
+    )
+    assert late_end({0: 0, 1: 0}, {0: late}) is None, "rank 1 has worked meanwhile"
+    assert late_end({0: 0}, {0: {"time": 160.0}}) is None
+    assert late_end({0: 0}, {0: late | {"late": {"since": "100", "what": "x"}}}) is None
+    assert late_end({}, {}) is None
