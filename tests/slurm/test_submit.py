@@ -405,3 +405,70 @@ def test_job_submitted_by_an_array_task_equals_one_from_outside(slurm_runs: Slur
     assert slurm_runs.job_id("inside") not in (outer, f"{outer}_3")
     assert devcluster.job(slurm_runs.job_id("inside"))["JobName"].endswith("/inside")
     assert printed_environment(slurm_runs, "inside") == printed_environment(slurm_runs, "outside")
+
+
+@pytest.mark.slow
+def test_job_submitted_by_an_array_task_has_an_end_of_its_own(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    names = ("child-to-cancel", "child-to-stop")
+    lines = []
+    for name in names:
+        overrides = (*TWO_COUNTING_RANKS, "cluster.nodes=1", "launch.num_ranks=1", "cluster.cpus_per_task=1")
+        words = [*slurm_runs.config(name, *overrides), "--cluster", "devcluster"]
+        lines.append(shlex.join([str(HPCDIST), "submit", *words]))
+    log = slurm_runs.folder.parent / "parent-task.log"
+    command = ["sbatch", "--parsable", "--array=3", "--ntasks=1", f"--output={log}"]
+    script = "\n".join(["#!/bin/sh", "set -e", *lines, "sleep 3600"])
+    env = slurm_runs.env()
+    done = subprocess.run(
+        command, input=script, cwd=slurm_runs.project, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outer = done.stdout.strip()
+    for name in names:
+        has_begun = slurm_runs.attempt(name).beat(0).exists
+        wait_for(has_begun, f"the first steps of {name}: {log}", timeout_s=WAIT_S)
+    cancelled, stopped = (slurm_runs.job_id(name) for name in names)
+    assert len({outer, f"{outer}_3", cancelled, stopped}) == 4
+
+    # The end of a child ends neither the task that has submitted it nor the other child.
+    code, output = slurm_runs.command("cancel", names[0])
+    assert code == 0, output
+    assert slurm_runs.wait_end(names[0], cancelled).status == "cancelled"
+    slurm_runs.assert_no_process_left(names[0])
+    assert devcluster.job(f"{outer}_3")["JobState"] == "RUNNING"
+    # The end of the task does not end a child.
+    devcluster.run("scancel", outer)
+    devcluster.wait_until(lambda: devcluster.job(f"{outer}_3")["JobState"] == "CANCELLED", "the task has ended")
+    assert slurm_runs.state(names[1]).status == "running"
+    code, output = slurm_runs.command("stop", names[1])
+    assert code == 0, output
+    assert slurm_runs.wait_end(names[1], stopped).status == "stopped"
+    slurm_runs.assert_no_process_left(names[1])
+
+
+# --- Submission without the environment of the shell.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["shell", "config", "control"])
+def test_ranks_have_path_secrets_and_variables_without_export(slurm_runs: SlurmRuns, how: str) -> None:
+    name = f"exported-{how}"
+    (slurm_runs.project / "print_environment.py").write_text(PRINT_ENVIRONMENT)
+    job = ["trainer.script=[print_environment.py]", "cluster.nodes=1", "cluster.tasks_per_node=1", "preflight=off"]
+    job += ["launch.max_restarts=0", "launch.env.OF_LAUNCH=1", "cluster.env.OF_CLUSTER=2"]
+    job += ["launch.env.MY_TOKEN=${oc.env:TOKEN_OF_SHELL}"]
+    env = {"TOKEN_OF_SHELL": "s3cret", "OF_SHELL": "3"}
+    if how == "shell":
+        env["SBATCH_EXPORT"] = "NONE"
+    elif how == "config":
+        job.append("cluster.sbatch.export=NONE")
+    code, output = slurm_runs.command("submit", *slurm_runs.config(name, *job), "--cluster", "devcluster", **env)
+    assert code == 0, output
+    state = slurm_runs.wait_end(name, slurm_runs.job_id(name))
+    assert state.status == "finished", f"{state}\n{slurm_runs.job_log(name)}"
+    (text,) = re.findall(r"environment (\{.*\})", slurm_runs.attempt(name).log(0).read_text())
+    variables: dict[str, str] = json.loads(text)
+    assert {"/usr/bin", "/bin"} & set(variables["PATH"].split(":"))
+    assert variables.get("OF_SHELL") == ("3" if how == "control" else None)
+    assert (variables["OF_LAUNCH"], variables["OF_CLUSTER"], variables["MY_TOKEN"]) == ("1", "2", "s3cret")
+    assert not [key for key in variables if key.startswith("SBATCH_EXPORT")]
