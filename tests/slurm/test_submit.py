@@ -185,6 +185,7 @@ def test_test_option_shows_expected_start_and_submits_nothing(slurm_runs: SlurmR
     assert devcluster.run("squeue", "--noheader") == ""
 
 
+@pytest.mark.lost_night
 def test_request_that_starts_before_a_maintenance_is_named(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     arguments = [*slurm_runs.config("maintained", *TWO_COUNTING_RANKS, "cluster.time_limit_min=60", "preflight=off")]
     arguments += ["--cluster", "devcluster"]
@@ -385,6 +386,7 @@ def printed_environment(runs: SlurmRuns, name: str) -> dict[str, str]:
     return {key: value for key, value in variables.items() if key.startswith(shown) and not OF_ONE_JOB.match(key)}
 
 
+@pytest.mark.lost_night
 def test_job_submitted_by_an_array_task_equals_one_from_outside(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     (slurm_runs.project / "print_environment.py").write_text(PRINT_ENVIRONMENT)
     job = ["trainer.script=[print_environment.py]", "cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.mem=400M"]
@@ -407,6 +409,7 @@ def test_job_submitted_by_an_array_task_equals_one_from_outside(slurm_runs: Slur
     assert printed_environment(slurm_runs, "inside") == printed_environment(slurm_runs, "outside")
 
 
+@pytest.mark.lost_night
 @pytest.mark.slow
 def test_job_submitted_by_an_array_task_has_an_end_of_its_own(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     names = ("child-to-cancel", "child-to-stop")
@@ -449,6 +452,7 @@ def test_job_submitted_by_an_array_task_has_an_end_of_its_own(slurm_runs: SlurmR
 # --- Submission without the environment of the shell.
 
 
+@pytest.mark.lost_night
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["shell", "config", "control"])
 def test_ranks_have_path_secrets_and_variables_without_export(slurm_runs: SlurmRuns, how: str) -> None:

@@ -30,6 +30,7 @@ def spec_of(env: dict[str, str], runtime: Any = "apptainer", **parts: Any) -> Co
     return spec
 
 
+@pytest.mark.lost_night
 @pytest.mark.parametrize("runtime", ["apptainer", "enroot", "pyxis"])
 def test_caches_proxies_and_certificates_reach_each_runtime(tmp_path: Path, runtime: str) -> None:
     certificate = tmp_path / "ca.pem"

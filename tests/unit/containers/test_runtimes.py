@@ -85,6 +85,7 @@ ENV = {
 }
 
 
+@pytest.mark.lost_night
 def test_containers_inherit_a_reduced_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "INFINIBAND", tmp_path / "none")
     reduced = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "PYTHONNOUSERSITE": "1"}

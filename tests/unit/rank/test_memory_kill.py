@@ -40,6 +40,7 @@ def limited_group() -> Iterator[Path]:
     folder.rmdir()
 
 
+@pytest.mark.lost_night
 def test_rank_killed_for_memory_is_told_from_other_kills(tmp_path: Path, runs_dir: Path, limited_group: Path) -> None:
     scene = Scene(tmp_path / "code", runs_dir)
     with scene.launcher:
@@ -83,6 +84,7 @@ def write_groups(root: Path, own: str, groups: dict[str, tuple[int, int, int | N
 SLURM = "/system.slice/slurmstepd.scope/job_41"
 
 
+@pytest.mark.lost_night
 @pytest.mark.parametrize(
     ("own", "groups", "expected"),
     [
