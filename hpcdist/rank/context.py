@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.initial_weights import initial_weights, load_into
@@ -26,6 +27,7 @@ from hpcdist.host import retry
 from hpcdist.rank.elastic_loop import Elastic
 from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.loop_state import LoopState, Stateful
+from hpcdist.rank.mesh import make_mesh
 from hpcdist.rank.micro_batches import (
     SavedDivision,
     sum_over_ranks,
@@ -399,6 +401,23 @@ class Context:
             if not self._config.elastic.exact:
                 model.register_comm_hook(None, sum_over_ranks)
         return model
+
+    def mesh(self, **sizes: int) -> DeviceMesh:
+        """Return torch's mesh of all ranks with named dimensions, for `fully_shard` and `parallelize_module`.
+
+            mesh = ctx.mesh(replicate=2, shard=-1)
+            fully_shard(model, mesh=mesh["replicate", "shard"])
+
+        Call it on every rank. The last dimension has neighbouring ranks, which are on one node if they fit. The mesh is
+        for this rank's type of device, and its process groups have the time limit `ctx.groups.timeout`.
+
+        Args:
+            **sizes: number of ranks in each dimension; -1 for all remaining ranks.
+
+        Raises TrainerError unless the product of the sizes is the number of ranks.
+        """
+        with call_of_all_ranks("ctx.mesh"):
+            return make_mesh(sizes, self.world_size, self.device, self.groups.timeout)
 
     def should_save(self, step: int) -> bool:
         """Return whether to save now: every `checkpoint.every_steps` steps, before a stop, and after `hpcdist save`."""

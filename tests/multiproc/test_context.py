@@ -174,10 +174,10 @@ def test_ranks_start_equal_and_restore_their_own_random_state(tmp_path: Path) ->
     assert not {values["draws"] for values in others} & {values["after saving"] for values in ranks}
 
 
-def test_context_has_at_most_21_public_names(tmp_path: Path) -> None:
+def test_context_has_at_most_22_public_names(tmp_path: Path) -> None:
     with open_context(SINGLE_RANK, new_run(tmp_path), CONFIG) as ctx:
         names = [name for name in dir(ctx) if not name.startswith("_")]
-        assert len(names) <= 21, names
+        assert len(names) <= 22, names
         close(ctx)
 
 
@@ -203,6 +203,39 @@ def test_documented_example_logs_and_saves_the_last_step(tmp_path: Path) -> None
 
 
 # --- sharded models
+
+
+def meshes(here: Rank, path: Path) -> dict[str, Any]:
+    with open_context(here, RunDir(path), Config(launch=LaunchConfig(hang_timeout_s=77.0))) as ctx:
+        mesh = ctx.mesh(replicate=1, shard=-1, tensor=2)
+        tensor = torch.tensor([float(here.rank)])
+        dist.all_reduce(tensor, group=mesh.get_group("tensor"))
+        timeouts = {
+            ctx.groups.timeout - group._get_backend(ctx.device).options._timeout for group in mesh.get_all_groups()
+        }
+        with pytest.raises(TrainerError) as error:
+            ctx.mesh(replicate=2, shard=3)
+        close(ctx)
+    return {
+        "sizes": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "ranks": mesh["tensor"].mesh.tolist(),
+        "sum": tensor.item(),
+        "device": mesh.device_type,
+        "timeouts": [difference.total_seconds() for difference in timeouts],
+        "error": str(error.value),
+    }
+
+
+def test_mesh_has_named_dimensions_and_the_rest_of_the_ranks(tmp_path: Path) -> None:
+    for rank, values in enumerate(spawn_ranks(meshes, 4, path=new_run(tmp_path).path)):
+        own = [0, 1] if rank < 2 else [2, 3]
+        assert values["sizes"] == {"replicate": 1, "shard": 2, "tensor": 2}
+        assert (values["ranks"], values["sum"], values["device"]) == (own, float(sum(own)), "cpu")
+        assert values["timeouts"] == [0.0]
+        assert values["error"] == (
+            "ctx.mesh: replicate=2, shard=3: the product of the sizes is 6, but the run has 4 ranks: set a size to -1,"
+            " which means all other ranks"
+        )
 
 
 def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
