@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config
 
-from hpcdist.checkpoint.state import MaybeSharded, load_weights
+from hpcdist.checkpoint.sharded import is_sharded
+from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Manifest
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import ExportError
@@ -39,8 +40,7 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
     all ranks would keep their devices meanwhile. Without MLflow, for example in a container, the call only logs a
     warning.
     """
-    is_sharded = MaybeSharded(list(module.parameters())).is_sharded
-    if is_sharded:  # this rank alone cannot compute the output of the model
+    if is_sharded(list(module.parameters())):  # this rank alone cannot compute the output of the model
         log.warning("the model is sharded over ranks (DTensor): `hpcdist export` converts its checkpoint instead")
         return
     mlflow = importlib.util.find_spec("mlflow")

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.state import MaybeSharded, clean_names, merge
+from hpcdist.checkpoint.sharded import ShardReader, is_sharded
+from hpcdist.checkpoint.state import clean_names
 from hpcdist.checkpoint.store import load_file
 from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError, few, plural
@@ -88,7 +89,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def wanted_shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Return the shapes of a model's weights by the names of the bare model. Raises TrainerError if it is sharded."""
     state = module.state_dict()
-    if MaybeSharded(state).is_sharded:
+    if is_sharded(state):
         raise TrainerError(
             "ctx.init_from: the model is sharded over ranks (DTensor): call it before fully_shard or parallelize_module"
         )
@@ -196,8 +197,8 @@ def _safetensors_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
-    shards = [load_file(shard, mmap=True) for shard in sorted(path.parent.glob("shard-*.pt"))]
-    return load_file(path, mmap=True) | merge(shards, str(path.parent))
+    reader = ShardReader(sorted(path.parent.glob("shard-*.pt")))
+    return load_file(path, mmap=True) | reader.read_model()
 
 
 def _program_weights(path: Path) -> dict[str, Tensor]:

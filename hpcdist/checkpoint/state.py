@@ -1,27 +1,29 @@
-"""Contents of a checkpoint: clean state dicts, states of random number generators, shards of ranks, merged weights."""
+"""Contents of a checkpoint: clean state dicts, states of random number generators, shards of ranks."""
 
 import json
 import random
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hpcdist.checkpoint.sharded import Box, Key, ShardReader
 from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_name, verified
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder
-from hpcdist.run.checkpoint_files import MODEL_FILE, TRAINER_FILE
+from hpcdist.run.checkpoint_files import MODEL_FILE
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def clean_names(module: nn.Module) -> dict[str, str]:
@@ -59,33 +61,6 @@ def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> Non
     module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
 
 
-class MaybeSharded:
-    """A state that may contain tensors sharded over ranks (DTensor), such as a model of FSDP2 or tensor parallelism.
-
-    Attributes:
-        is_sharded: whether it contains such tensors.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._values, self._structure = tree_flatten(state)
-        # The import of DTensor takes long, and a process with a sharded model has imported it already.
-        sharding = sys.modules.get("torch.distributed.tensor")
-        self._kind: Any = ()
-        if sharding is not None:
-            self._kind = sharding.DTensor
-        self.is_sharded = any(isinstance(value, self._kind) for value in self._values)
-
-    def gather(self, *, keep: bool) -> Any:
-        """Return the state with whole tensors in host memory; None unless `keep`. Call it on all ranks of the mesh."""
-        for number, value in enumerate(self._values):
-            if isinstance(value, self._kind):
-                whole = value.full_tensor()  # a collective: also on ranks that do not keep the result
-                self._values[number] = whole.cpu() if keep else None
-        if not keep:
-            return None
-        return tree_unflatten(self._values, self._structure)
-
-
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the states of this process's generators: torch (CPU, and a GPU), NumPy and Python."""
     version, words, gauss = random.getstate()
@@ -119,13 +94,8 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
-# Shards: parts of a model that several ranks own. Each owner writes its own file, rank 0 collects them.
-#
-#     {"model": {name: tensor}, "rows": {name: [first row, total rows]}, "trainer": further state of the owner}
-#
-# Names belong to the whole model. A tensor with `rows` is a slice of a table, so that no rank has to hold the whole
-# table. Owners report to rank 0 through the store: both sides write in background threads, which must not call
-# collectives.
+# Shards: parts of a model that several ranks own (see sharded.py). Each owner writes its own file, rank 0 collects all.
+# Owners report to rank 0 through the store: both sides write in background threads, which must not call collectives.
 
 #: How long rank 0 waits for the last owner; the death of an owner ends the attempt earlier.
 OWNER_TIMEOUT_S = 3600.0
@@ -137,18 +107,36 @@ class Shard:
 
     Attributes:
         model: tensors by their name in the whole model.
-        rows: for each tensor that is a slice of a table: its first row and the total number of rows of the table.
+        boxes: for each tensor that is a part of a larger one: where this part is, such as
+            `Box.of_rows(part, first, total)`.
         trainer: further state that this rank needs to resume, such as optimizer state.
     """
 
     model: Mapping[str, Tensor] = field(default_factory=dict)
-    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    boxes: Mapping[Key, Box] = field(default_factory=dict)
     trainer: Any = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[Key, "DTensor"], boxes: Mapping[Key, Box]) -> "Shard":
+        """Return this rank's parts of DTensors that have boxes."""
+        parts = {key: tensors[key].to_local().detach() for key in boxes}
+        model = {key: part for key, part in parts.items() if isinstance(key, str)}
+        trainer = {key: part for key, part in parts.items() if not isinstance(key, str)}
+        return cls(model=model, boxes=boxes, trainer=trainer)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The tensors and other values, which change from save to save."""
+        return {"model": self.model, "trainer": self.trainer}
 
     def content(self) -> dict[str, Any]:
         """Return the content of the shard's file."""
-        rows = {name: list(span) for name, span in self.rows.items()}
-        return {"model": self.model, "rows": rows, "trainer": self.trainer}
+        return shard_content(self.state, self.boxes)
+
+
+def shard_content(state: Mapping[str, Any], boxes: Mapping[Key, Box]) -> dict[str, Any]:
+    """Return the content of a shard's file."""
+    return {**state, "boxes": {key: [list(box.offset), list(box.shape)] for key, box in boxes.items()}}
 
 
 class ShardExchange:
@@ -158,15 +146,18 @@ class ShardExchange:
         self._store = PrefixStore(f"shards/{attempt}", store)
         self._rank = rank
 
-    def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
+    def write(self, state: Mapping[str, Any], *, boxes: Mapping[Key, Box], step: int, staging: Path) -> None:
         """Write the shard of this rank, and report the success or the error to rank 0.
+
+        Args:
+            state: a copy of `Shard.state`.
 
         Raises CheckpointError if it cannot be written.
         """
         key = f"{step}/{self._rank}"
         try:
             retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
-            record = save_file(dict(content), staging / shard_name(self._rank))
+            record = save_file(shard_content(state, boxes), staging / shard_name(self._rank))
             report: dict[str, Any] = {"bytes": record.size_bytes, "sha256": record.sha256}
         except OSError as error:
             text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
@@ -203,34 +194,6 @@ class ShardExchange:
         return FileRecord(size_bytes=report["bytes"], sha256=report["sha256"])
 
 
-def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
-    """Return the tensors of the whole model. Raises CheckpointError if a shard is damaged or rows are missing."""
-    whole: dict[str, Tensor] = {}
-    pieces: dict[str, list[tuple[int, int, Tensor]]] = {}  # of each table: first row, rows of the table, slice
-    try:
-        for shard in shards:
-            for name, tensor in shard["model"].items():
-                if name in shard["rows"]:
-                    first, total = shard["rows"][name]
-                    pieces.setdefault(name, []).append((first, total, tensor))
-                else:
-                    whole[name] = tensor
-        for name, slices in pieces.items():
-            slices.sort(key=lambda piece: piece[0])
-            _, num_rows, _ = slices[0]
-            next_row = 0
-            for first, _, tensor in slices:
-                if first != next_row:
-                    break
-                next_row += len(tensor)
-            if next_row != num_rows:
-                raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {num_rows}")
-            whole[name] = torch.cat([tensor for _, _, tensor in slices])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
-    return whole
-
-
 def load_weights(path: Path | str) -> dict[str, Tensor]:
     """Return the model's state dict from one checkpoint folder, in host memory, for use in a single process.
 
@@ -248,7 +211,9 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
             " torch.load(path, weights_only=True), or those of a .safetensors file with safetensors.torch.load_file"
         )
     manifest = verified(folder)
-    weights = load_file(folder / MODEL_FILE)
-    shard_names = sorted(manifest.files.keys() - {MODEL_FILE, TRAINER_FILE})
-    shards = [load_file(folder / name) for name in shard_names]
-    return weights | merge(shards, str(folder))
+    reader = ShardReader([folder / name for name in manifest.shards])
+    weights: dict[str, Tensor] = {}
+    # Names of DTensors are in both files, so that they keep their order.
+    weights |= load_file(folder / MODEL_FILE)
+    weights |= reader.read_model()
+    return weights

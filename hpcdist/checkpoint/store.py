@@ -2,8 +2,9 @@
 
     step-00001200/
         model.pt        the model's state dict
-        trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank}
-        shard-00002.pt  the part of the model that rank 2 owns, if any: see state.py
+        trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank,
+                        "sharded": shape and type of each DTensor, if any: see sharded.py}
+        shard-00002.pt  the part of the model that rank 2 owns, if any: see sharded.py
         samples.npy     per-sample results of its evaluation: see `ReportData.log_samples`
         manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
@@ -79,6 +80,8 @@ class Snapshot:
     #: Moves the shards of other ranks into a folder, and returns their records by file name.
     collect_shards: Callable[[Path], Mapping[str, FileRecord]] | None = None
     samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
+    #: Shape and type of each tensor in shards in whose place `model` and `trainer` have None, by name or path.
+    sharded: Mapping[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,11 @@ class Manifest:
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
     write_s: float = 0.0
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the files with parts of the model."""
+        return sorted(self.files.keys() - {MODEL_FILE, TRAINER_FILE})
 
 
 class CheckpointStore:
@@ -112,14 +120,19 @@ class CheckpointStore:
 
     # --- reading
 
-    def latest(self) -> Manifest | None:
-        """Return the newest checkpoint whose manifest, sizes and hashes are valid; None if there is none."""
+    def latest(self, verify: "Callable[[Path], Manifest] | None" = None) -> Manifest | None:
+        """Return the newest checkpoint whose manifest, sizes and hashes are valid; None if there is none.
+
+        Args:
+            verify: returns the manifest of a checkpoint, or raises CheckpointError; by default `verified`.
+        """
+        verify = verify or verified
         self._broken = set()
         self._newest = None
         self._has_searched = True
         for folder in self._folders():
             try:
-                self._newest = verified(folder)
+                self._newest = verify(folder)
                 break
             except CheckpointError as error:
                 self._broken.add(folder)
@@ -155,7 +168,7 @@ class CheckpointStore:
         """Load a checkpoint that `latest()` has returned, and whose hashes it has verified, into host memory."""
         manifest = read_manifest(path)
         rest = load_file(path / TRAINER_FILE)
-        if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
+        if rest.keys() - {"sharded"} != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
             raise CheckpointError(f"{path / TRAINER_FILE} does not contain `trainer` and `rank_states`")
         return Snapshot(step=manifest.step, model=load_file(path / MODEL_FILE), metrics=manifest.metrics, **rest)
 
@@ -374,6 +387,8 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint into an empty folder, with fsync."""
     began = time.monotonic()
     rest = {"trainer": snapshot.trainer, "rank_states": snapshot.rank_states}
+    if snapshot.sharded:
+        rest["sharded"] = dict(snapshot.sharded)
     files = {
         MODEL_FILE: save_file(snapshot.model, folder / MODEL_FILE),
         TRAINER_FILE: save_file(rest, folder / TRAINER_FILE),
@@ -461,20 +476,24 @@ def verified(folder: Path) -> Manifest:
     Raises CheckpointError if a file is missing, cannot be read, or has changed.
     """
     manifest = read_manifest(folder)
+    for name, record in manifest.files.items():
+        verify_file(folder / name, record.sha256)
+    return manifest
 
-    def digest_of(path: Path) -> str:
+
+def verify_file(path: Path, sha256: str) -> None:
+    """Raise CheckpointError if a file of a checkpoint cannot be read, or does not have this hash."""
+
+    def digest() -> str:
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    for name, record in manifest.files.items():
-        path = manifest.path / name
-        try:
-            digest = retry(lambda path=path: digest_of(path), path, within_s=READ_TIMEOUT_S)  # type: ignore[misc]
-        except OSError as error:
-            raise CheckpointError(f"{manifest.path}: {name} cannot be read ({error.strerror})") from error
-        if digest != record.sha256:
-            raise CheckpointError(f"{manifest.path}: {name} has changed since it was written (its SHA-256 differs)")
-    return manifest
+    try:
+        found = retry(digest, path, within_s=READ_TIMEOUT_S)
+    except OSError as error:
+        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error.strerror})") from error
+    if found != sha256:
+        raise CheckpointError(f"{path.parent}: {path.name} has changed since it was written (its SHA-256 differs)")
 
 
 def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,19 +14,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hpcdist.checkpoint.in_place import Stateful, StoredState
 from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
-from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
-from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
+from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, read_shard
+from hpcdist.checkpoint.state import Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
+from hpcdist.checkpoint.store import (
+    CheckpointStore,
+    Snapshot,
+    read_manifest,
+    shard_name,
+)
 from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
+from hpcdist.rank.checkpoint_search import CheckpointSearch
 from hpcdist.rank.elastic_loop import Elastic
 from hpcdist.rank.live_commands import LiveCommands
-from hpcdist.rank.loop_state import LoopState, Stateful
+from hpcdist.rank.loop_state import LoopState, states_of
 from hpcdist.rank.mesh import make_mesh
 from hpcdist.rank.micro_batches import (
     SavedDivision,
@@ -51,12 +59,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The checkpoint that `Context.restore` returns, in host memory.
+    """The checkpoint that `Context.restore` returns.
 
     Attributes:
         step: number of steps done when the checkpoint was saved.
-        model: state dict of the bare model, as passed to `Context.save` on rank 0.
-        trainer: the `trainer` argument of `Context.save`.
         local: the `local` argument of `Context.save` on the rank that had the same role and index; None if the number
             of ranks of this role has changed since.
         local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
@@ -65,15 +71,28 @@ class Restored:
     """
 
     step: int
-    model: dict[str, torch.Tensor]
-    trainer: dict[str, Any]
+    stored: StoredState
     local: dict[str, Any] | None
     local_by_rank: list[dict[str, Any] | None]
     folder: Path
     world_size: int
 
+    @cached_property
+    def model(self) -> dict[str, torch.Tensor]:
+        """State dict of the bare model, as passed to `Context.save` on rank 0, in host memory.
+
+        Sharded tensors (DTensor) are whole in it, so each rank needs memory for all of them; `Context.restore(model=…)`
+        needs it only for the part of the rank.
+        """
+        return self.stored.whole_model()
+
+    @cached_property
+    def trainer(self) -> dict[str, Any]:
+        """The `trainer` argument of `Context.save` and its further objects, in host memory; sharded tensors whole."""
+        return self.stored.whole_trainer()
+
     def shard(self, rank: int) -> dict[str, Any] | None:
-        """Return the `Shard` that a rank saved: a dict with the keys `model`, `rows` and `trainer`; None without one.
+        """Return the `Shard` that a rank saved: a dict with the keys `model`, `boxes` and `trainer`; None without one.
 
         Args:
             rank: a rank of the run that saved the checkpoint, 0 to `self.world_size` - 1.
@@ -81,7 +100,7 @@ class Restored:
         path = self.folder / shard_name(rank)
         if not retry.exists(path):
             return None
-        return load_file(path)
+        return read_shard(path)
 
 
 class Context:
@@ -163,6 +182,7 @@ class Context:
         self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
         self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
+        self._owners = Owners(topology.rank, topology.world_size, self.groups.all_gather)
         self._loop_ranks = groups  #: the ranks that count steps
         self._steps: Steps | None = None
         self._has_restored = False
@@ -432,42 +452,50 @@ class Context:
         step: int,
         *,
         model: nn.Module | None,
-        trainer: Mapping[str, Any],
+        trainer: Mapping[str, Any] | None = None,
         local: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         shard: Shard | None = None,
+        **states: Stateful,
     ) -> None:
         """Save a checkpoint after `step` steps. Call it on every rank.
+
+            ctx.save(step, model=model, optimizer=optimizer)
 
         The call copies the state to host memory and returns; a background thread writes the files. The states of all
         ranks' random number generators are saved automatically.
 
+        Sharded tensors (DTensor, such as those of FSDP2) of the model and of other state must be passed on every rank:
+        each rank copies and writes its own part. Of all else, the state of rank 0 is saved.
+
         Args:
             step: number of steps done.
-            model: the model, wrapped or bare; its state dict is saved under the names of the bare model. Only rank 0's
-                model is saved. None if rank 0 has no model. A model with sharded parameters (DTensor, such as FSDP2's)
-                must be passed on every rank: it is saved whole, as are sharded tensors in `trainer`.
-            trainer: further state that all ranks need to resume and that is equal on all ranks, such as the state dict
-                of the optimizer.
+            model: the model, wrapped or bare; its state dict is saved under the names of the bare model. None if rank 0
+                has no model.
+            trainer: further state that all ranks need to resume and that is equal on all ranks.
             local: state that only this rank needs to resume. Keep it small: it is sent to rank 0.
             metrics: metrics of this checkpoint; `checkpoint.monitor` names the one by which the best is kept.
-            shard: the part of the model that this rank owns, for a model that is distributed over several ranks. Then
-                every rank must pass a `Shard`, possibly an empty one.
+            shard: the part of the model that this rank owns, for a model that is distributed over several ranks without
+                DTensors. Then every rank must pass a `Shard`, possibly an empty one.
+            **states: objects with `state_dict`, such as the optimizer, whose states are a part of `trainer`.
 
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         self._refuse_in_loop("save", "ctx.steps saves; for the metrics of an evaluation call steps.save(metrics)")
         step = int(step)  # a number of NumPy does not fit into the manifest
         with self.timer.account.phase("checkpoint"):
-            self._save(step, model, trainer, local, metrics or {}, shard)
+            weights: dict[str, Tensor] = {}
+            if model is not None:
+                weights = clean_state_dict(model)
+            state = divide(weights, {**(trainer or {}), **states_of(states)})
+            self._save(step, state, local, metrics or {}, shard)
         self._heartbeat.beat()
         self.timer.skip()
 
     def _save(
         self,
         step: int,
-        model: nn.Module | None,
-        trainer: Mapping[str, Any],
+        state: Division,
         local: Mapping[str, Any] | None,
         metrics: Mapping[str, float],
         shard: Shard | None,
@@ -475,35 +503,40 @@ class Context:
         """Start the save of a checkpoint; see `save`."""
         report_saved = self._commands.begin_save(step)
         is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
-        weights: dict[str, Tensor] = {}
-        if model is not None:
-            weights = clean_state_dict(model)
-        state = MaybeSharded((weights, dict(trainer)))
         rank_state = self._rank_state(local)
         with call_of_all_ranks("ctx.save"):
-            gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
-        _require_equal_sharding([is_sharded for _, _, is_sharded in gathered])
-        whole = state.gather(keep=self.is_main)
+            gathered = self.groups.gather((rank_state, is_owner, digest_of(state.tensors)))
+        if self.is_main:
+            _require_equal_sharding([digest for _, _, digest in gathered])
+        owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
+        part = shard
+        if state.tensors:
+            if shard is not None:
+                raise CheckpointError("ctx.save: model or optimizer have sharded tensors (DTensor): leave out shard=")
+            with call_of_all_ranks("ctx.save"):
+                boxes, owners = self._owners.choose(state.tensors)
+            part = Shard.of(state.tensors, boxes)
+            is_owner = self.rank in owners
         is_new = step != self._saved_step
         self._saved_step = step
         samples = self.report.take_samples(metrics)
         staging = self._store.staging(step, self._attempt.number)
-        if shard is not None and is_owner and is_new:
-            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
+        if part is not None and is_owner and is_new:
+            write = partial(self._shards.write, boxes=part.boxes, step=step, staging=staging)
+            self._shard_writer.submit(part.state, write)
         if self.is_main:
-            owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
             collect_shards = None
             if owners:
                 collect_shards = partial(self._shards.collect, step, owners, staging)
-            whole_model, whole_trainer = whole
             snapshot = Snapshot(
                 step=step,
-                model=whole_model,
-                trainer=whole_trainer,
+                model=state.model,
+                trainer=state.trainer,
                 rank_states=[rank_state for rank_state, _, _ in gathered],
                 metrics={name: float(value) for name, value in metrics.items()},
                 collect_shards=collect_shards,
                 samples=samples,
+                sharded={key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()},
             )
             self._saver.save(snapshot, on_written=report_saved)
         if shard is not None:
@@ -535,12 +568,22 @@ class Context:
                 f" attempt {self._attempt.number} must not save checkpoints any more"
             )
 
-    def restore(self) -> Restored | None:
+    def restore(self, *, model: nn.Module | None = None, **states: Stateful) -> Restored | None:
         """Load the newest valid checkpoint. Call it on every rank, directly before the training loop.
 
-        The call restores the random number generators; other numbers of ranks than before seed them anew. The trainer
-        itself loads model and optimizer from the result, which is None without a checkpoint. Raises CheckpointError
-        if the checkpoint cannot be read.
+            saved = ctx.restore(model=model, optimizer=optimizer)
+            step = saved.step if saved is not None else 0
+
+        The call restores the random number generators; other numbers of ranks than before seed them anew. It also loads
+        the objects that are passed; the trainer loads what else it needs from the result, which is None without a
+        checkpoint. Of sharded tensors (DTensor), each rank reads its own part, on any mesh and number of ranks.
+
+        Args:
+            model: the model, wrapped or bare.
+            **states: objects with `state_dict` and `load_state_dict`, under the names in the `trainer` of the
+                checkpoint, such as the optimizer. One that the checkpoint does not have stays as it is.
+
+        Raises CheckpointError if the checkpoint cannot be read, or is of another model.
         """
         if self._steps is not None:
             raise TrainerError("ctx.restore: ctx.steps has restored the checkpoint: leave out the call")
@@ -551,6 +594,7 @@ class Context:
             self._set_generators([])
             return None
         self._restored = self._load_checkpoint(Path(path))
+        self._restored.stored.load(model, states)
         return self._restored
 
     def _require_init(self) -> None:
@@ -566,23 +610,16 @@ class Context:
     def _newest_checkpoint(self) -> str:
         """Return the folder of the newest valid checkpoint at the start of this attempt; empty without one.
 
-        The first call is one of all ranks: rank 0 searches.
+        The first call is one of all ranks.
         """
         if self._start_folder is not None:
             return self._start_folder
-        path = ""
-        if self.is_main:
-            self._store.remove_leftovers()
-            newest = self._store.latest()
-            if newest is not None:
-                path = str(newest.path)
-        with call_of_all_ranks("ctx.restore"):
-            self._start_folder = self.groups.broadcast(path)
+        search = CheckpointSearch(self._store, self.groups, self.rank, self.world_size)
+        self._start_folder = search.newest()
         return self._start_folder
 
     def _load_checkpoint(self, folder: Path) -> Restored:
-        """Load a checkpoint of which rank 0 has verified the hashes, and restore the state of the context."""
-        # Each rank reading all files twice, to verify them as well, would load the file system.
+        """Load a checkpoint of which the ranks have verified the hashes, and restore the state of the context."""
         checkpoint = self._store.load(folder)
         states = checkpoint.rank_states
         self._saved_step = checkpoint.step
@@ -599,10 +636,12 @@ class Context:
         rank_state = self._own_state(states)
         if rank_state is not None:
             local = rank_state["local"]
+        # Most often a rank finds all of its part in its own file.
+        shards = sorted(read_manifest(folder).shards, key=lambda name: (name != shard_name(self.rank), name))
+        files = [folder / name for name in shards]
         return Restored(
             step=checkpoint.step,
-            model=checkpoint.model,
-            trainer=checkpoint.trainer,
+            stored=StoredState(checkpoint.model, checkpoint.trainer, checkpoint.sharded, files),
             local=local,
             folder=folder,
             world_size=len(states),
@@ -679,14 +718,21 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def _require_equal_sharding(is_sharded: Sequence[bool]) -> None:
-    """Raise CheckpointError if the model or the optimizer is sharded on some ranks only."""
-    if len(set(is_sharded)) > 1:
-        ranks = ", ".join(str(rank) for rank, sharded in enumerate(is_sharded) if not sharded)
+def _require_equal_sharding(digests: Sequence[str]) -> None:
+    """Raise CheckpointError if the ranks pass different sharded tensors; a digest is empty without any."""
+    if len(set(digests)) == 1:
+        return
+    without = ", ".join(str(rank) for rank, digest in enumerate(digests) if not digest)
+    if without:
         raise CheckpointError(
-            f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {ranks} passes no"
-            " shard: pass them on every rank, so that they can be saved whole"
+            f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
+            " shard: pass them on every rank, which saves its own part"
         )
+    others = ", ".join(str(rank) for rank, digest in enumerate(digests) if digest != digests[0])
+    raise CheckpointError(
+        f"ctx.save: the sharded tensors (DTensor) of rank {others} have other names or shapes than those of rank 0:"
+        " pass the same model and optimizer on every rank"
+    )
 
 
 def _number(name: str, value: float | Tensor) -> float:

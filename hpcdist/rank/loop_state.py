@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
-from hpcdist.checkpoint.state import MaybeSharded, clean_state_dict, load_clean_state_dict
+from hpcdist.checkpoint.in_place import Stateful
+from hpcdist.checkpoint.sharded import is_dtensor
+from hpcdist.checkpoint.state import clean_state_dict
 from hpcdist.errors import TrainerError
 from hpcdist.rank.process_group import Groups
 
@@ -20,14 +22,6 @@ if TYPE_CHECKING:
     from hpcdist.rank.context import Context, Restored
 
 log = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """An object whose state a checkpoint can hold, such as an optimizer, a scheduler or a sampler."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class LoopState:
@@ -64,11 +58,6 @@ class LoopState:
                     f"ctx.steps: {name} is of type {type(value).__name__}, which has no state_dict and load_state_dict:"
                     " pass an object that has both"
                 )
-        if MaybeSharded(model.state_dict()).is_sharded:
-            raise TrainerError(
-                "ctx.steps: the model is sharded over ranks (DTensor): write the loop with ctx.restore,"
-                " ctx.should_stop and ctx.save, which gather and divide its state"
-            )
         for name, optimizer in self._optimizers().items():
             self._check_parameters(name, optimizer)
             self._check_scheduler(name, optimizer)
@@ -108,20 +97,16 @@ class LoopState:
 
     def load(self, saved: "Restored") -> None:
         """Load the state that a checkpoint holds for each object under its name."""
-        dropped = [name for name in saved.trainer if name not in self.states]
+        dropped = [name for name in saved.stored.trainer if name not in self.states]
         if dropped:
             raise TrainerError(
                 f"ctx.steps: the checkpoint of step {saved.step} has the state of {', '.join(dropped)}, which is not"
                 " passed: pass it under this name, or start a new run"
             )
-        load_clean_state_dict(self.model, saved.model)
-        for name, value in self.states.items():
-            if name not in saved.trainer:
+        for name in self.states:
+            if name not in saved.stored.trainer:
                 log.warning("the checkpoint of step %d has no state of %s, which begins anew", saved.step, name)
-            elif isinstance(value, nn.Module):
-                load_clean_state_dict(value, saved.trainer[name])
-            elif saved.trainer[name]:  # empty if it had nothing to save, such as a disabled GradScaler
-                value.load_state_dict(saved.trainer[name])
+        saved.stored.load(self.model, self.states)
         if self.local is not None and saved.local is not None:
             self.local.load_state_dict(saved.local)
 
@@ -132,16 +117,10 @@ class LoopState:
             self._is_saved = True
             self._hook.remove()
             self._stepped.clear()
-        states = {}
-        for name, value in self.states.items():
-            if isinstance(value, nn.Module):
-                states[name] = clean_state_dict(value)
-            else:
-                states[name] = value.state_dict()
         local = None
         if self.local is not None:
             local = self.local.state_dict()
-        self._ctx.save(step, model=self.model, trainer=states, local=local, metrics=metrics)
+        self._ctx.save(step, model=self.model, trainer=states_of(self.states), local=local, metrics=metrics)
 
     def check(self) -> None:
         """Raise TrainerError if a resume would not continue the loop exactly. Call it on all ranks of the loop."""
@@ -167,7 +146,7 @@ class LoopState:
 
     def _digests(self) -> dict[str, str]:
         """Return a digest of each state that must be equal on all ranks."""
-        # DDP keeps parameters equal, and with them the states of optimizers.
+        # DDP keeps parameters equal, and with them the states of optimizers. Of a DTensor each rank has its own part.
         digests = {
             name: _digest(value.state_dict())
             for name, value in self.states.items()
@@ -175,8 +154,19 @@ class LoopState:
         }
         if not any(isinstance(part, DistributedDataParallel) for part in self.model.modules()):
             # Without buffers: those of batch normalisation may differ.
-            digests["model"] = _digest(list(self.model.parameters()))
+            digests["model"] = _digest([value for value in self.model.parameters() if not is_dtensor(value)])
         return digests
+
+
+def states_of(objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the state of each object for a checkpoint."""
+    states = {}
+    for name, value in objects.items():
+        if isinstance(value, nn.Module):
+            states[name] = clean_state_dict(value)
+        else:
+            states[name] = value.state_dict()
+    return states
 
 
 def _has_state(value: object) -> bool:
@@ -194,6 +184,8 @@ def _digest(state: Any) -> str:
     values, structure = tree_flatten(state)
     digest.update(repr(structure).encode())
     for value in values:
+        if is_dtensor(value):
+            continue
         if isinstance(value, Tensor):
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(content.numpy().tobytes())

@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpcdist.checkpoint.state import Shard, load_weights, merge
+from hpcdist.checkpoint.sharded import Box
+from hpcdist.checkpoint.state import Shard, load_weights
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config
@@ -247,7 +248,7 @@ def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
-    """Save after two steps and train on; the checkpoint continues another model with the same losses."""
+    """Save after two steps and train on; the whole state in the checkpoint continues another model equally."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(here.rank))
     whole = StateDictOptions(full_state_dict=True)
 
@@ -293,7 +294,7 @@ def full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
-def test_sharded_model_is_saved_whole_and_resumes_exactly(tmp_path: Path) -> None:
+def test_whole_state_of_a_sharded_model_resumes_exactly(tmp_path: Path) -> None:
     results = spawn_ranks(train_sharded, 2, path=new_run(tmp_path).path)
     for values in results:
         assert values["found"] == values["expected"]
@@ -418,7 +419,9 @@ def shard_of(rank: int, scale: float = 1.0) -> Shard:
         return Shard()
     rows = slice(0, 3) if rank == 1 else slice(3, 5)
     model = {"table.weight": scale * TABLE[rows]} | ({"bias": torch.full((2,), scale)} if rank == 2 else {})
-    return Shard(model=model, rows={"table.weight": (rows.start, 5)}, trainer={"rank": rank, "scale": scale})
+    return Shard(
+        model=model, boxes={"table.weight": Box((rows.start, 0), (5, 2))}, trainer={"rank": rank, "scale": scale}
+    )
 
 
 def save_twice(here: Rank, path: Path) -> None:
@@ -481,18 +484,6 @@ def test_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> No
     assert failed.startswith("rank 2 could not write its shard of step 1: Is a directory")
     assert failed in main
     assert list(run.checkpoints.iterdir()) == []
-
-
-def test_merge_refuses_missing_rows_and_damaged_shards() -> None:
-    first, second = (shard_of(rank).content() for rank in (1, 2))
-    assert torch.equal(merge([second, first], "x")["table.weight"], TABLE)
-    with pytest.raises(CheckpointError, match=r"x: rows of table.weight are missing after row 3 of 5"):
-        merge([first], "x")
-    with pytest.raises(CheckpointError, match=r"missing after row 0 of 5"):
-        merge([second], "x")
-    for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0]}}):
-        with pytest.raises(CheckpointError, match=r"x: a shard is damaged \(\w+Error: "):
-            merge([first | damage], "x")
 
 
 # --- Step timing of real ranks, of which one has a slow forward pass and one slow data loading.

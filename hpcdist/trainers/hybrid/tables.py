@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.initial_weights import initial_weights
+from hpcdist.checkpoint.sharded import Box, Key
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -205,14 +206,14 @@ class TableShard:
     def checkpoint(self) -> Shard:
         """Return views of all rows and of the optimizer's state, which has the same rows."""
         weights = {}
-        first_and_total = {}
+        boxes: dict[Key, Box] = {}
         states = {}
         for table, span in self._spans.items():
             name = weight_name(table)
             weights[name] = self.table_rows(table)
-            first_and_total[name] = (span.start, self._layout.tables[table])
+            boxes[name] = Box.of_rows(weights[name], span.start, self._layout.tables[table])
             states[name] = {key: self.table_rows(table, matrix) for key, matrix in self.optimizer.state.items()}
-        return Shard(model=weights, rows=first_and_total, trainer={"step": self.optimizer.step, "state": states})
+        return Shard(model=weights, boxes=boxes, trainer={"step": self.optimizer.step, "state": states})
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this server's rows of the whole tables in `weights`, by the names of `ClickModel`."""
@@ -238,7 +239,8 @@ class TableShard:
         name = weight_name(table)
         span = self._spans[table]
         rows = shard["model"][name]
-        first, total = map(int, shard["rows"][name])
+        offset, shape = shard["boxes"][name]
+        first, total = offset[0], shape[0]
         if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
             size = f"{total} × {rows.shape[1]}"
             raise CheckpointError(f"the checkpoint's table {table!r} has another size: {size}")
@@ -251,7 +253,7 @@ class TableShard:
         self.table_rows(table)[here] = rows[there]
         for key, matrix in self.optimizer.state.items():
             self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
-        return end - begin
+        return int(end - begin)
 
 
 def weight_name(table: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.roles import share_of
 from hpcdist.config.training_schema import OptimConfig
@@ -346,9 +347,10 @@ class VocabularyServer:
     def shard(self) -> Shard:
         """Return rows and optimizer states. It waits for pending updates; no new ones may arrive."""
         self.settle()
+        rows = self.named_rows
         return Shard(
-            model=self.named_rows,
-            rows=dict.fromkeys(self.named_rows, (self.start, self.vocab_size)),
+            model=rows,
+            boxes={name: Box.of_rows(part, self.start, self.vocab_size) for name, part in rows.items()},
             trainer={"decoder": self.decoder_optimizer.state_dict(), "rows": self.row_optimizer.state_dict()},
         )
 
@@ -362,7 +364,7 @@ class VocabularyServer:
         """Load rows and optimizer states from the shards of any number of servers."""
         check_vocab_size(saved, self.vocab_size)
         shards = self._shards_with_own_rows(saved)
-        first_row, _ = shards[0]["rows"]["decoder.bias"]
+        (first_row,), _ = shards[0]["boxes"]["decoder.bias"]
         own_rows = slice(self.start - first_row, self.stop - first_row)
 
         def select(values: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint import export
 from hpcdist.checkpoint.export import export_model
+from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save_file, shard_name
 from hpcdist.config.record_schema import CheckpointConfig
@@ -72,7 +73,7 @@ def test_unknown_checkpoints_are_errors(run: RunDir, which: str, metric: str, me
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_exported_shards_have_the_names_of_the_whole_model(run: RunDir, tmp_path: Path, kind: Any) -> None:
-    shard = Shard(model={"table.weight": torch.ones(4, 2)}, rows={"table.weight": (0, 4)}, trainer={})
+    shard = Shard(model={"table.weight": torch.ones(4, 2)}, boxes={"table.weight": Box((0, 0), (4, 2))}, trainer={})
 
     def collect(folder: Path) -> dict[str, FileRecord]:
         name = shard_name(2)

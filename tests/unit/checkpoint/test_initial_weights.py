@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.initial_weights import fitted, initial_weights, load_into, read_weights, wanted_shapes
+from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save_file, shard_name
 from hpcdist.config.record_schema import CheckpointConfig
@@ -85,7 +86,9 @@ def test_damaged_safetensors_are_an_error(tmp_path: Path) -> None:
 def test_checkpoint_has_the_weights_of_all_shards(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(monitor=""))
     rows = torch.arange(6.0).view(3, 2)
-    shard = Shard(model={"table.weight": rows}, rows={"table.weight": (0, 3)}, trainer={"state": torch.ones(9)})
+    shard = Shard(
+        model={"table.weight": rows}, boxes={"table.weight": Box((0, 0), (3, 2))}, trainer={"state": torch.ones(9)}
+    )
 
     def collect(folder: Path) -> dict[str, FileRecord]:
         return {shard_name(1): save_file(shard.content(), folder / shard_name(1))}

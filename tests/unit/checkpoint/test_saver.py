@@ -24,6 +24,7 @@ from torch import nn
 
 from hpcdist.checkpoint import store as checkpoint_store
 from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers, plain_state
+from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verified
 from hpcdist.config.record_schema import CheckpointConfig
@@ -498,7 +499,7 @@ def test_sharded_cuda_save_returns_when_streams_may_go_on(tmp_path: Path) -> Non
         ctx.restore()
         for step in (1, 2, 3, 4):  # steps 1 and 3 allocate memory for the copies
             torch.cuda._sleep(200_000_000)  # the copies are queued behind it
-            shard = Shard(model={"table": table}, rows={"table": (0, 4)})
+            shard = Shard(model={"table": table}, boxes={"table": Box((0, 0), (4, 2))})
             ctx.save(step, model=model if step > 2 else None, trainer={}, shard=shard)
             with torch.cuda.stream(torch.cuda.Stream()):  # as a call of another rank does
                 table += 1

@@ -3,6 +3,7 @@
 import math
 import random
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from pyarrow import csv, parquet
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from hpcdist.checkpoint.state import merge
+from hpcdist.checkpoint.sharded import ShardReader
+from hpcdist.checkpoint.store import save_file, shard_name
 from hpcdist.errors import CheckpointError, DataError
 from hpcdist.run.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
@@ -230,7 +232,11 @@ def shard(layout: Layout, server: int, optimizer: str = "adagrad") -> TableShard
 
 
 def whole(shards: list[TableShard]) -> dict[str, Tensor]:
-    return merge([one.checkpoint().content() for one in shards], "test")
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / shard_name(server) for server in range(len(shards))]
+        for one, file in zip(shards, files, strict=True):
+            save_file(one.checkpoint().content(), file)
+        return ShardReader(files).read_model()
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_servers() -> None:

@@ -1,0 +1,78 @@
+"""Find the newest valid checkpoint: all ranks verify its files together, since one rank would take minutes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdist.checkpoint.store import CheckpointStore, Manifest, read_manifest, verify_file
+from hpcdist.errors import CheckpointError
+from hpcdist.rank.process_group import Groups, call_of_all_ranks
+
+
+class CheckpointSearch:
+    """The search of a rank.
+
+    Args:
+        groups: all ranks.
+    """
+
+    def __init__(self, store: CheckpointStore, groups: Groups, rank: int, world_size: int) -> None:
+        self._store = store
+        self._groups = groups
+        self._rank = rank
+        self._world_size = world_size
+        self._only_there = ""  #: a problem that another rank has with a file, and rank 0 has not
+
+    def newest(self) -> str:
+        """Return the folder of the newest valid checkpoint; empty without one. Call it on every rank.
+
+        Raises CheckpointError if a rank cannot read files that rank 0 can read.
+        """
+        if self._rank == 0:
+            self._store.remove_leftovers()
+            manifest = self._store.latest(self._verify)
+            if self._only_there:
+                raise CheckpointError(self._only_there)
+            folder = ""
+            if manifest is not None:
+                folder = str(manifest.path)
+            self._broadcast({"newest": folder})
+            return folder
+        while True:
+            message = self._broadcast({})
+            if "newest" in message:
+                newest: str = message["newest"]
+                return newest
+            self._groups.gather(self._problem(Path(message["folder"]), message["hashes"]))
+
+    def _broadcast(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        with call_of_all_ranks("ctx.restore"):
+            return self._groups.broadcast(dict(message))
+
+    def _verify(self, folder: Path) -> Manifest:
+        """Verify a checkpoint on rank 0, with the help of the others; raise CheckpointError if it is not valid."""
+        manifest = read_manifest(folder)
+        hashes = {name: record.sha256 for name, record in manifest.files.items()}
+        self._broadcast({"folder": str(folder), "hashes": hashes})
+        problems = self._groups.gather(self._problem(folder, hashes))
+        for rank, problem in enumerate(problems):
+            if not problem:
+                continue
+            for name in self._share(hashes, rank):  # raises the same error, unless only that rank has it
+                verify_file(folder / name, hashes[name])
+            # To take an older checkpoint would lose steps, because of one node.
+            self._only_there = f"{problem}: so it is on rank {rank}, but rank 0 reads it as it was written"
+        return manifest
+
+    def _share(self, hashes: Mapping[str, str], rank: int) -> list[str]:
+        """Return the files that a rank verifies."""
+        return sorted(hashes)[rank :: self._world_size]
+
+    def _problem(self, folder: Path, hashes: Mapping[str, str]) -> str:
+        """Return what is wrong with the files of this rank's share; empty if nothing is."""
+        for name in self._share(hashes, self._rank):
+            try:
+                verify_file(folder / name, hashes[name])
+            except CheckpointError as error:
+                return str(error)
+        return ""
