@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -16,8 +15,8 @@ from torch import nn
 from torch.fx.experimental import _config
 
 from hpcdist.checkpoint.sharded import is_sharded
-from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Manifest
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import ExportError
 from hpcdist.host.image_identity import install_command
@@ -148,11 +147,11 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
     return [str(copy)]
 
 
-# A checkpoint's weights by name, as a file that other programs load without hpcdist and without torch.distributed:
-# `safetensors` for any framework, `torch` for `torch.load(path, weights_only=True)`.
+# A checkpoint's weights by name, as a file that other programs load without hpcdist: `safetensors` for any framework,
+# `torch` for `torch.load(path, weights_only=True)`. `dcp` is a folder for `torch.distributed.checkpoint.load`.
 
-Format = Literal["safetensors", "torch"]
-SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt"}
+Format = Literal["safetensors", "torch", "dcp"]
+SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
 _FORMATS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 #: Longest number that counts as a step: 19 digits are the longest 64-bit integer.
 _MAX_STEP_DIGITS = 19
@@ -169,7 +168,7 @@ def format_of(requested: Format | None, output: Path | None) -> Format:
         raise ExportError(f"--format {requested} contradicts the ending of --output {output}: leave out --format")
     chosen = requested or by_ending
     if chosen is None:
-        raise ExportError("no format: add --format safetensors or --format torch, or an --output that ends with .pt")
+        raise ExportError(f"no format: add --format {', '.join(SUFFIXES)}, or an --output that ends with .pt")
     return chosen
 
 
@@ -212,20 +211,25 @@ def _listed_steps(checkpoints: Mapping[int, Manifest]) -> str:
 
 
 def require_package(kind: Format) -> None:
-    """Raise ExportError if the package that writes a format is not installed; torch's format needs none."""
+    """Raise ExportError if the package that reads a format is not installed; torch's formats need none."""
     if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ExportError(f"format safetensors needs a package: run {install_command('export')}")
 
 
 def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> None:
-    """Write the weights of a checkpoint to a file, under their names in the bare model.
+    """Write the weights of a checkpoint to a file or folder, under their names in the bare model.
 
-    The file appears when it is complete. Raises ExportError if it exists, if its folder cannot be written, or if the
+    The formats `safetensors` and `dcp` need memory for the largest tensor only, `torch` for all of them. A safetensors
+    output without an ending is a folder in Hugging Face's layout.
+
+    The output appears when it is complete. Raises ExportError if it exists, if its folder cannot be written, or if the
     checkpoint contains no weights.
     """
+    from hpcdist.checkpoint import weight_writers
+
     if output.exists():
         raise ExportError(f"{output} exists: remove it, or choose another --output")
-    weights = load_weights(checkpoint.path)
+    weights = StoredWeights.of(checkpoint.path)
     if not weights:
         raise ExportError(f"the checkpoint of step {checkpoint.step} of {run.name} contains no weights")
     try:
@@ -234,15 +238,14 @@ def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -
         raise ExportError(f"--output {output}: {output.parent} cannot be written ({error.strerror})") from error
     with scratch as folder:
         file = Path(folder) / output.name
-        if kind == "safetensors":
-            from safetensors.torch import save_file
-
-            # The format has no shared memory, which tied weights have.
-            copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
-            save_file(copies, file, metadata={"format": "pt", "run": run.name, "step": str(checkpoint.step)})
-            umask = os.umask(0o077)  # reading it means setting it
-            os.umask(umask)
-            file.chmod(0o666 & ~umask)
+        metadata = {"format": "pt", "run": run.name, "step": str(checkpoint.step)}
+        if kind == "dcp":
+            weight_writers.write_dcp(weights, file)
+        elif kind == "torch":
+            torch.save(dict(weights), file)
+        elif output.suffix:
+            weight_writers.write_safetensors(weights, list(weights), file, metadata)
         else:
-            torch.save(weights, file)
+            file.mkdir()
+            weight_writers.write_safetensors_folder(weights, file, metadata)
         file.replace(output)

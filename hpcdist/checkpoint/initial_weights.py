@@ -6,7 +6,7 @@ Nothing in the files is executed: tensors are read with `torch.load(weights_only
 import json
 import logging
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.sharded import ShardReader, is_sharded
+from hpcdist.checkpoint.sharded import is_sharded
 from hpcdist.checkpoint.state import clean_names
 from hpcdist.checkpoint.store import load_file
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError, few, plural
 from hpcdist.host.image_identity import install_command
@@ -48,7 +49,7 @@ _PROGRAM_DTYPES = {
 }
 
 
-def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> dict[str, Tensor]:
+def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping[str, Tensor]:
     """Return the weights from which a new run starts, by the names of the bare model and with their shapes.
 
     Weights that `init_from_skip` leaves out are missing in the result, which is empty without `init_from`.
@@ -98,12 +99,15 @@ def wanted_shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 def fitted(
     weights: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], skip: Sequence[str], origin: WeightOrigin
-) -> dict[str, Tensor]:
+) -> Mapping[str, Tensor]:
     """Return the weights under the names of a model, without those that `skip` leaves out.
+
+    No tensor is read: each access to the result reads one.
 
     Raises ConfigError with all names that are missing, unexpected or of another shape.
     """
-    found = {bare_name(name, wanted): tensor for name, tensor in weights.items()}
+    names = {bare_name(name, wanted): name for name in weights}
+    found = {bare: shape_in(weights, name) for bare, name in names.items()}
     unknown = [pattern for pattern in skip if not any(fnmatchcase(name, pattern) for name in (*wanted, *found))]
     if unknown:
         raise ConfigError(f"{KEY}_skip: no weight has a name like {few(unknown)}: the model has {few(list(wanted))}")
@@ -117,11 +121,11 @@ def fitted(
             continue
         if name not in found:
             problems[name] = f"{name} {list(shape)} of the model is missing in the weights"
-        elif found[name].shape != shape:
-            problems[name] = f"{name} is {list(found[name].shape)} in the weights, {list(shape)} in the model"
-    for name, tensor in found.items():
+        elif found[name] != tuple(shape):
+            problems[name] = f"{name} is {list(found[name])} in the weights, {list(shape)} in the model"
+    for name, found_shape in found.items():
         if name not in wanted and not is_skipped(name):
-            problems[name] = f"{name} {list(tensor.shape)} of the weights is not in the model"
+            problems[name] = f"{name} {list(found_shape)} of the weights is not in the model"
     if problems:
         parts = sorted({name.rpartition(".")[0] or name for name in problems})
         patterns = ",".join(f"{part}*" for part in parts)
@@ -129,7 +133,38 @@ def fitted(
             *problems.values(),
             source=f"{KEY}: {origin.found} does not fit the model; for a new head set {KEY}_skip=[{patterns}]",
         )
-    return {name: found[name] for name in wanted if name in found and not is_skipped(name)}
+    return RenamedWeights(weights, {name: names[name] for name in wanted if name in found and not is_skipped(name)})
+
+
+def shape_in(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Return the shape of a weight, without reading it from a checkpoint."""
+    if isinstance(weights, StoredWeights):
+        return weights.whole(name).shape
+    return tuple(weights[name].shape)
+
+
+class RenamedWeights(Mapping[str, Tensor]):
+    """Some of the weights under other names.
+
+    Args:
+        names: their names in `weights` by the new names.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self._weights = weights
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def bare_name(name: str, wanted: Mapping[str, torch.Size]) -> str:
@@ -147,12 +182,12 @@ def bare_name(name: str, wanted: Mapping[str, torch.Size]) -> str:
 # The readers, by the files in `init_from/`. Another kind of source is another file name and its reader.
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights in the folder `init_from` of a run, in host memory.
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
+    """Return the weights in the folder `init_from` of a run, in host memory; those of a checkpoint one at a time.
 
     Raises CheckpointError if a file cannot be read or holds anything but weights.
     """
-    readers: dict[str, Callable[[Path], dict[str, Tensor]]] = {
+    readers: dict[str, Callable[[Path], Mapping[str, Tensor]]] = {
         f"{WEIGHTS_NAME}.pt": _torch_weights,
         f"{WEIGHTS_NAME}.safetensors": _safetensors_weights,
         MODEL_FILE: _checkpoint_weights,
@@ -196,9 +231,8 @@ def _safetensors_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
-def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
-    reader = ShardReader(sorted(path.parent.glob("shard-*.pt")))
-    return load_file(path, mmap=True) | reader.read_model()
+def _checkpoint_weights(path: Path) -> Mapping[str, Tensor]:
+    return StoredWeights(load_file(path, mmap=True), sorted(path.parent.glob("shard-*.pt")))
 
 
 def _program_weights(path: Path) -> dict[str, Tensor]:

@@ -291,24 +291,12 @@ class ShardReader:
             num_missing = sum(missing[key, number] for number in range(len(targets[key])))
             raise CheckpointError(f"{self._folder}: {num_missing} values of {key_text(key)} are in no shard")
 
-    def wholes(self) -> dict[Key, Whole]:
-        """Return shape and type of each tensor, from the boxes in the files."""
-        wholes = {}
-        for path in self._files:
-            for key, box, part in parts_of(path):
-                wholes[key] = Whole(box.shape, part.dtype)
-        return wholes
-
     def read(self, wholes: Mapping[K, Whole]) -> dict[K, Tensor]:
         """Return whole tensors in host memory."""
         tensors = {key: torch.empty(whole.shape, dtype=whole.dtype) for key, whole in wholes.items()}
         targets: dict[Key, list[Target]] = {key: targets_of(tensor) for key, tensor in tensors.items()}
         self.fill(targets)
         return tensors
-
-    def read_model(self) -> dict[str, Tensor]:
-        """Return the whole tensors of the model in host memory."""
-        return self.read({key: whole for key, whole in self.wholes().items() if isinstance(key, str)})
 
     @property
     def _folder(self) -> str:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from hpcdist.checkpoint.sharded import Box, Key, ShardReader
-from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_name, verified
+from hpcdist.checkpoint.sharded import Box, Key
+from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_name
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder
@@ -210,10 +211,11 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
             f"{folder} is a file, not the folder of a checkpoint: load its weights with"
             " torch.load(path, weights_only=True), or those of a .safetensors file with safetensors.torch.load_file"
         )
-    manifest = verified(folder)
-    reader = ShardReader([folder / name for name in manifest.shards])
-    weights: dict[str, Tensor] = {}
-    # Names of DTensors are in both files, so that they keep their order.
-    weights |= load_file(folder / MODEL_FILE)
-    weights |= reader.read_model()
+    stored = StoredWeights.of(folder)
+    # Not those of `stored`, which are mapped: they would change with the file.
+    plain = load_file(folder / MODEL_FILE)
+    weights = {}
+    for name in stored:
+        value = plain.get(name)
+        weights[name] = stored[name] if value is None else value
     return weights

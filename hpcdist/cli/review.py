@@ -429,8 +429,8 @@ def export(
     run: options.OptionalRunName = None,
     *,
     file_format: Annotated[
-        Literal["safetensors", "torch"] | None,
-        option("--format", "FORMAT", "safetensors or torch; by default that of the ending of --output."),
+        Literal["safetensors", "torch", "dcp"] | None,
+        option("--format", "FORMAT", "safetensors, torch or dcp; by default that of the ending of --output."),
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -442,12 +442,19 @@ def export(
         ),
     ] = None,
     output: Annotated[
-        Path | None, option("--output", "PATH", "File to write; by default RUN-step-N with the format's ending.")
+        Path | None,
+        option(
+            "--output",
+            "PATH",
+            "File to write, or with safetensors without an ending, and with dcp, a folder; by default RUN-step-N with"
+            " the format's ending.",
+        ),
     ] = None,
 ) -> None:
     """Write the weights of a checkpoint to a file that is loaded without hpcdist.
 
-    The weights of all ranks are merged, under the names of the model's own code.
+    The weights of all ranks are merged, under the names of the model's own code. A folder of safetensors has Hugging
+    Face's layout; dcp is for torch.distributed.checkpoint.load.
 
     Examples:
         hpcdist export --format safetensors
@@ -481,4 +488,6 @@ def export(
         output = Path(f"{folder.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}")
     path = output.expanduser()
     checkpoint_export.write_model(folder, chosen, chosen_format, path)
-    say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {folder.name}")
+    files = [path, *path.rglob("*")]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    say(f"{path}: {size:,} bytes, step {chosen.step} of {folder.name}")

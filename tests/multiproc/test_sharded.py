@@ -2,6 +2,10 @@
 
 import hashlib
 import logging
+import os
+import random
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from hpcdist.checkpoint import store
 from hpcdist.checkpoint.state import Shard, load_weights
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
@@ -344,3 +350,120 @@ def test_restore_names_what_does_not_fit_the_model(tmp_path: Path) -> None:
         assert shape == (
             "down.weight has the shape [6, 10], but [5, 10] in the checkpoint: load it into the same model"
         )
+
+
+# --- kills
+
+
+class KillAtMoment:
+    """Kills the ranks at the n-th operation of this one on files of checkpoints, in any thread."""
+
+    def __init__(self, fatal: int, pids: list[int]) -> None:
+        self._left = fatal
+        self._pids = pids
+        fsync, write = os.fsync, store._HashingFile.write
+
+        def watched_fsync(descriptor: Any) -> None:
+            self.moment()
+            fsync(descriptor)
+
+        def torn_write(file: Any, data: Any) -> int:
+            if len(data) < 100:  # one of many zip headers
+                return write(file, data)
+            half = len(data) // 2
+            done = write(file, data[:half])
+            self.moment()
+            return done + write(file, data[half:])
+
+        sys.addaudithook(self.note)
+        os.fsync = watched_fsync
+        store._HashingFile.write = torn_write  # type: ignore[method-assign, assignment]
+
+    def note(self, event: str, args: Any) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and "step-" in str(args[0]):
+            self.moment()
+
+    def moment(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.kill()
+
+    def kill(self) -> None:
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+def filled(net: nn.Module, number: float) -> dict[str, Tensor]:
+    """Set all weights to a number, and return tensors of twice the number."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(number)
+    return {name: 2 * parameter.detach() for name, parameter in net.named_parameters()}
+
+
+def save_until_killed(here: Rank, path: Path, victim: int, fatal: int) -> None:
+    """Continue at the newest checkpoint; after each save that is complete, write its step to `durable`."""
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        net = nn.Sequential(nn.Embedding(700, 6), nn.Linear(6, 5))
+        fully_shard(net, mesh=ctx.mesh(shard=2))
+        saved = ctx.restore(model=net)
+        first = 0
+        if saved is not None:
+            first = saved.step
+            assert {whole(value).unique().item() for value in net.parameters()} == {first}
+            assert {value.unique().item() for value in saved.trainer["twice"].values()} == {2 * first}
+        pids = ctx.groups.all_gather(os.getpid())
+        pids.sort(key=lambda pid: pid == os.getpid())  # this one last
+        killer = KillAtMoment(fatal if here.rank == victim else -1, pids)
+        for step in range(first + 1, first + 6):
+            ctx.save(step, model=net, trainer={"twice": filled(net, step)})
+            ctx._shard_writer.wait()
+            ctx._saver.wait()
+            ctx.groups.barrier()
+            if ctx.is_main:
+                (path / "durable").write_text(str(step))
+        ctx.groups.barrier()
+        if here.rank == victim:
+            killer.kill()
+        signal.pause()
+
+
+def wait_and_kill_at_random(run: RunDir, num_kills: int) -> tuple[int, int]:
+    """Return the number of kills during a save, and the newest step."""
+    moments = random.Random(1)
+    newest = 0
+    num_during_save = 0
+    for _ in range(num_kills):
+        spawn_ranks(
+            save_until_killed,
+            2,
+            killed={0, 1},
+            path=run.path,
+            victim=moments.randrange(2),
+            fatal=moments.randrange(1, 80),
+        )
+        durable = run.path / "durable"
+        reported = int(durable.read_text()) if durable.exists() else 0
+        folder = CheckpointStore(run.checkpoints).latest()
+        found = folder.step if folder is not None else 0
+        assert found >= max(reported, newest)
+        if folder is not None:
+            weights = load_weights(folder.path)
+            assert {tensor.unique().item() for tensor in weights.values()} == {found}
+        num_during_save += bool(list(run.checkpoints.glob(".tmp-*")))
+        newest = found
+    return num_during_save, newest
+
+
+@pytest.mark.parametrize(
+    "num_kills",
+    [
+        4,
+        pytest.param(10, marks=pytest.mark.slow),
+        pytest.param(200, marks=[pytest.mark.faults, pytest.mark.timeout(3000)]),
+    ],
+)
+def test_kills_at_random_moments_leave_a_valid_checkpoint(tmp_path: Path, num_kills: int) -> None:
+    num_during_save, newest = wait_and_kill_at_random(new_run(tmp_path), num_kills)
+    assert num_during_save > num_kills // 3
+    assert newest > num_kills // 2

@@ -3,9 +3,11 @@
 import importlib
 import importlib.util
 import io
+import json
 import random
 import stat
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint import export
@@ -23,6 +26,8 @@ from hpcdist.checkpoint.export import export_model
 from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save_file, shard_name
+from hpcdist.checkpoint.stored_weights import StoredWeights
+from hpcdist.checkpoint.weight_writers import write_dcp, write_safetensors, write_safetensors_folder
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError, ExportError
 from hpcdist.run.folder import RunDir
@@ -82,7 +87,7 @@ def test_exported_shards_have_the_names_of_the_whole_model(run: RunDir, tmp_path
     tied = torch.arange(6.0).view(2, 3)
     save(CheckpointStore(run.checkpoints), 5, {"a": tied, "b": tied.t()}, {}, collect_shards=collect)
     chosen = export.find_checkpoint(run, "final", CheckpointConfig(monitor=METRIC))
-    file = tmp_path / "weights"
+    file = tmp_path / f"weights{export.SUFFIXES[kind]}"
     export.write_model(run, chosen, kind, file)
     if kind == "torch":
         found = torch.load(file, weights_only=True)
@@ -99,7 +104,84 @@ def test_exported_shards_have_the_names_of_the_whole_model(run: RunDir, tmp_path
     other = tmp_path / "other"
     other.touch()
     assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(other.stat().st_mode)
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "weights", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", file.name, "other"}
+
+
+def stored(tensors: dict[str, torch.Tensor], folder: Path) -> StoredWeights:
+    """Return the weights of a checkpoint in which two ranks hold the parts of each matrix."""
+    shards: list[dict[str, Any]] = [{"model": {}, "boxes": {}, "trainer": {}} for _ in range(2)]
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            half = len(tensor) // 2
+            for rank, part in enumerate((tensor[:half], tensor[half:])):
+                shards[rank]["model"][name] = part.clone()
+                shards[rank]["boxes"][name] = [[rank * half, 0], list(tensor.shape)]
+    files = [folder / shard_name(rank) for rank in range(2)]
+    for file, content in zip(files, shards, strict=True):
+        save_file(content, file)
+    return StoredWeights({name: None if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}, files)
+
+
+def tensors_of_many_types() -> dict[str, torch.Tensor]:
+    return {
+        "a.weight": torch.arange(15.0).view(5, 3),
+        "a.bias": torch.ones(3, dtype=torch.bfloat16),
+        "b.weight": torch.arange(8).view(4, 2).half(),
+        "mask": torch.tensor([True, False]),
+        "count": torch.tensor(7),
+        "empty": torch.empty(0, 4).flatten(),
+    }
+
+
+@pytest.mark.parametrize(("max_bytes", "num_files"), [(10**9, 1), (40, 2), (1, 6)])
+def test_hugging_face_layout_has_an_index_for_several_files(tmp_path: Path, max_bytes: int, num_files: int) -> None:
+    from safetensors.torch import load_file
+
+    expected = tensors_of_many_types()
+    (tmp_path / "out").mkdir()
+    weights = stored(expected, tmp_path)
+    write_safetensors_folder(weights, tmp_path / "out", {"format": "pt"}, max_file_bytes=max_bytes)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == num_files
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(found[name].dtype == expected[name].dtype for name in expected)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    assert index.exists() == (num_files > 1)
+    if num_files > 1:
+        content = json.loads(index.read_text())
+        assert content["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+        assert all(name in load_file(index.with_name(file)) for name, file in content["weight_map"].items())
+
+
+def test_type_that_safetensors_lacks_is_an_error(tmp_path: Path) -> None:
+    weights = stored({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path)
+    with pytest.raises(ExportError, match=r"^a has the type torch.complex128, which safetensors has not: choose --fo"):
+        write_safetensors(weights, ["a"], tmp_path / "a.safetensors", {})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_an_export_and_no_tensor_is_read_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tensors_of_many_types()
+    weights = stored(expected, tmp_path)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = StoredWeights.__getitem__
+
+    def counted(self: StoredWeights, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name).clone()
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(each() is not None for each in alive))
+        return tensor
+
+    monkeypatch.setattr(StoredWeights, "__getitem__", counted)
+    write_dcp(weights, tmp_path / "out")
+    assert most <= 2, "the one that is written, and the one before"
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_unusable_targets_and_bad_checkpoints_are_export_errors(run: RunDir, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The weights of `model.init_from`: the formats of their files, and how they fit a model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpcdist.checkpoint.initial_weights import fitted, initial_weights, load_int
 from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save_file, shard_name
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError
@@ -26,12 +28,12 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def copied(source: LocalWeights, tmp_path: Path) -> dict[str, Tensor]:
+def copied(source: LocalWeights, tmp_path: Path) -> Mapping[str, Tensor]:
     source.copy_to(tmp_path / "init_from")
     return read_weights(tmp_path / "init_from")
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found: Mapping[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -226,3 +228,28 @@ def test_damaged_copy_names_its_origin(tmp_path: Path) -> None:
     message = rf"^model.init_from: file {tmp_path}/weights.pt: {run.init_from} has no weights$"
     with pytest.raises(ConfigError, match=message):
         initial_weights(run, network(), ModelConfig(init_from="old.pth"))
+
+
+def test_weights_of_shards_are_read_when_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    expected = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    content: dict[str, Any] = {"model": {}, "boxes": {}, "trainer": None}
+    for name, tensor in expected.items():
+        content["model"][name] = tensor
+        content["boxes"][name] = [[0] * tensor.dim(), list(tensor.shape)]
+    save_file(content, tmp_path / shard_name(0))
+    save_file(dict.fromkeys(expected), tmp_path / "model.pt")
+    num_read = 0
+    read = StoredWeights.__getitem__
+
+    def counted(self: StoredWeights, name: str) -> Tensor:
+        nonlocal num_read
+        num_read += 1
+        return read(self, name)
+
+    monkeypatch.setattr(StoredWeights, "__getitem__", counted)
+    fitting = fitted(read_weights(tmp_path), wanted_shapes(model), [], ORIGIN)
+    assert num_read == 0
+    load_into(model, fitting)
+    assert num_read == len(expected)
+    assert_equal(model.state_dict(), expected)

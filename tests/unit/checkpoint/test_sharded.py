@@ -10,6 +10,7 @@ from torch import Tensor
 from hpcdist.checkpoint.sharded import Box, ShardReader, Target, Whole, divide, map_leaves, parts_of, read_shard
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import save_file, shard_name
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.errors import CheckpointError
 
 TABLE = torch.arange(30.0).view(5, 6)
@@ -33,13 +34,14 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_boxes_join_to_whole_tensors(files: list[Path]) -> None:
-    reader = ShardReader(files)
-    found = reader.read_model()
-    assert found.keys() == {"table", "bias"}
+    found = StoredWeights({"table": None, "norm": torch.zeros(2)}, files)
+    assert list(found) == ["table", "norm", "bias"]
+    assert found.whole("table") == Whole((5, 6), torch.float32)
+    assert found.whole("norm") == Whole((2,), torch.float32)
     assert torch.equal(found["table"], TABLE)
     assert torch.equal(found["bias"], torch.ones(3))
-    assert reader.wholes()[MOMENT] == Whole((5, 6), torch.float32)
-    assert torch.equal(reader.read({MOMENT: Whole((5, 6), torch.float64)})[MOMENT], -TABLE.double())
+    moment = ShardReader(files).read({MOMENT: Whole((5, 6), torch.float64)})[MOMENT]
+    assert torch.equal(moment, -TABLE.double())
 
 
 @pytest.mark.parametrize("offset", [(0, 0), (1, 1), (2, 3), (3, 0), (4, 5)])
@@ -67,6 +69,10 @@ def test_missing_values_and_damaged_shards_are_errors(files: list[Path], tmp_pat
         ShardReader(files[:2]).read({MOMENT: Whole((5, 6), torch.float32)})
     with pytest.raises(CheckpointError, match=r"^a checkpoint without shards: 2 values of bias are in no shard$"):
         ShardReader([]).read({"bias": Whole((2,), torch.float32)})
+    with pytest.raises(CheckpointError, match=r"^12 values of table are in no shard of the checkpoint$"):
+        StoredWeights({}, files[:2])["table"]
+    with pytest.raises(CheckpointError, match=r"^the checkpoint has no values of norm: its shards are missing$"):
+        StoredWeights({"norm": None}, files)["norm"]
     content = torch.load(files[0], weights_only=True)
     damages: list[dict[str, Any]] = [
         {"model": 7},
@@ -87,7 +93,7 @@ def test_rows_of_an_older_checkpoint_are_boxes(tmp_path: Path) -> None:
         content = {"model": model, "rows": {"table": [rows.start, 5]}, "trainer": {"step": 4}}
         save_file(content, tmp_path / shard_name(rank))
     files = sorted(tmp_path.glob("shard-*.pt"))
-    assert torch.equal(ShardReader(files).read_model()["table"], TABLE)
+    assert torch.equal(StoredWeights({}, files)["table"], TABLE)
     found = read_shard(files[1])
     assert (found["boxes"], found["trainer"]) == ({"table": ((3, 0), (5, 6))}, {"step": 4})
     save_file({"model": {}, "rows": {"table": [3]}}, files[0])

@@ -14,8 +14,8 @@ from pyarrow import csv, parquet
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from hpcdist.checkpoint.sharded import ShardReader
 from hpcdist.checkpoint.store import save_file, shard_name
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.errors import CheckpointError, DataError
 from hpcdist.run.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
@@ -236,7 +236,7 @@ def whole(shards: list[TableShard]) -> dict[str, Tensor]:
         files = [Path(folder) / shard_name(server) for server in range(len(shards))]
         for one, file in zip(shards, files, strict=True):
             save_file(one.checkpoint().content(), file)
-        return ShardReader(files).read_model()
+        return dict(StoredWeights({}, files))
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_servers() -> None:
