@@ -352,6 +352,74 @@ def test_restore_names_what_does_not_fit_the_model(tmp_path: Path) -> None:
         )
 
 
+# --- memory
+
+MB = 1_000_000
+#: A rank may need this much beside its part of the state.
+MAX_EXTRA_BYTES = 64 * MB
+
+
+def status_bytes(name: str) -> int:
+    """Return a line of this process's status, which is in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+class Peak:
+    """The growth of this process's resident memory since the creation of this object."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is the memory of now
+        self._before = status_bytes("VmRSS")
+
+    def growth(self) -> int:
+        return status_bytes("VmHWM") - self._before
+
+
+def large_model(ctx: Context) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Sequential(*(nn.Linear(1200, 1200, bias=False) for _ in range(10)))
+    for layer in net:
+        fully_shard(layer, mesh=ctx.mesh(shard=2))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def memory_of_saves(here: Rank, path: Path) -> dict[str, int]:
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        net, optimizer = large_model(ctx)
+        net(torch.ones(1, 1200)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        part = 3 * sum(value.to_local().nbytes for value in net.parameters() if isinstance(value, DTensor))
+        ctx.groups.barrier()
+        peak = Peak()
+        for step in (1, 2):
+            ctx.save(step, model=net, optimizer=optimizer)
+            ctx._shard_writer.wait()
+            ctx._saver.wait()
+        saving = peak.growth()
+        close(ctx)
+    del net, optimizer
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        net, optimizer = large_model(ctx)
+        ctx.groups.barrier()
+        peak = Peak()
+        ctx.restore(model=net, optimizer=optimizer)
+        restoring = peak.growth()
+        close(ctx)
+    return {"part": part, "saving": saving, "restoring": restoring}
+
+
+@pytest.mark.slow
+def test_save_and_restore_need_memory_for_the_part_of_a_rank(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    for found in spawn_ranks(memory_of_saves, 2, path=run.path):
+        assert found["part"] > 80 * MB
+        assert found["saving"] <= found["part"] + MAX_EXTRA_BYTES, found
+        # New memory for the state of the optimizer, and the pages of the mapped file of this rank.
+        assert found["restoring"] <= 2 * found["part"] + MAX_EXTRA_BYTES, found
+
+
 # --- kills
 
 
@@ -363,9 +431,9 @@ class KillAtMoment:
         self._pids = pids
         fsync, write = os.fsync, store._HashingFile.write
 
-        def watched_fsync(descriptor: Any) -> None:
+        def watched_fsync(fd: Any) -> None:
             self.moment()
-            fsync(descriptor)
+            fsync(fd)
 
         def torn_write(file: Any, data: Any) -> int:
             if len(data) < 100:  # one of many zip headers
