@@ -153,6 +153,23 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        "sharded_checkpoint",
+        (),
+        (
+            Figure("FSDP2 state: stall over `dcp.save`", ("ratios", "stall over dcp.save"), target=0.25),
+            Figure("FSDP2 state: stall over `dcp.async_save`", ("ratios", "stall over dcp.async_save"), target=1.0),
+            Figure("FSDP2 state: time until durable over `dcp.save`", ("ratios", "durable over dcp.save"), target=1.0),
+            Figure("FSDP2 state: three steps after a save", ("rows", "hpcdist", "step_over_usual"), target=1.3),
+            Figure("the same: `dcp.async_save`", ("rows", "dcp.async_save", "step_over_usual")),
+            Figure(
+                "FSDP2 state: peak memory of a save beyond a rank's part",
+                ("rows", "hpcdist", "peak_over_part_mb"),
+                "MB",
+                64,
+            ),
+        ),
+    ),
+    Benchmark(
         "log_record",
         (),
         (

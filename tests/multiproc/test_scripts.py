@@ -308,6 +308,20 @@ def examples(request: pytest.FixtureRequest, tmp_path: Path, empty_database: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("examples", ["sharded_model"], indirect=True)
+def test_sharded_example_continues_on_one_rank(examples: Runs) -> None:
+    small = ["params.width=16", "checkpoint.every_steps=5"]
+    code, output = examples.command("run", "sharded.yaml", "name=first", "params.total_steps=10", *small)
+    assert code == 0, output
+    folder = examples.run_dir("first").checkpoints
+    assert len(list((folder / "step-00000010").glob("shard-*.pt"))) == 2
+    code, output = examples.command("resume", "first", "params.total_steps=15", "launch.num_ranks=1")
+    assert code == 0, output
+    assert "finished: the trainer has finished at step 15 of 15" in output
+    assert load_weights(folder / "step-00000015")["0.up.weight"].shape == (64, 16)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", ["own_trainer"], indirect=True)
 def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     code, output = examples.command("run", "regression.yaml", "name=whole", *tracked(examples))

@@ -28,6 +28,7 @@ SMALLEST = {
     "recovery": ("--rounds", "1", "--kills", "1"),
     "goodput": ("--rounds", "1", "--steps", "30", "--kill-every", "1", "--max-kills", "1"),
     "checkpoint_stall": ("--rounds", "1", "--megabytes", "2"),
+    "sharded_checkpoint": ("--rounds", "1", "--megabytes", "2"),
     "log_record": ("--rounds", "1"),
     "shipping": ("--records", "1000"),
     "timing": ("--pairs", "100"),

@@ -1,0 +1,166 @@
+"""Saves the state of an FSDP2 model in turn by hpcdist and by torch.distributed.checkpoint (DCP), and measures each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.fsdp import fully_shard
+
+from hpcdist import Config, Context
+
+#: Layers of the model, each with a square matrix.
+NUM_LAYERS = 10
+#: Weights and two moments of Adam, of four bytes each.
+BYTES_PER_WEIGHT = 12
+#: Steps that are measured before and after a save.
+STEPS_AFTER_SAVE = 3
+
+#: A save that has copied the state returns a function that waits until it is on disk.
+Save = Callable[[int], Callable[[], object]]
+
+
+def peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(line.split()[1])
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Contenders:
+    """The kinds of saves of one model and optimizer."""
+
+    def __init__(self, ctx: Context, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        self._ctx = ctx
+        self._model = model
+        self._optimizer = optimizer
+        self._folder = folder
+        # As fast as DCP can be: the plan and the host memory of the first save are kept.
+        self._planners = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
+        options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False,
+                                 use_non_blocking_copy=False)  # fmt: skip
+        # Its thread calls collectives, which must not mix with those of the training.
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._stager = DefaultStager(options)
+        self.kinds: dict[str, Save] = {
+            "hpcdist": self.ours,
+            "dcp.save": self.dcp_save,
+            "dcp.save, cached plan": self.dcp_save_planned,
+            "dcp.async_save": self.dcp_async,
+        }
+
+    def ours(self, step: int) -> Callable[[], object]:
+        self._ctx.save(step, model=self._model, optimizer=self._optimizer)
+
+        def wait() -> None:
+            self._ctx._shard_writer.wait()
+            self._ctx._saver.wait()
+
+        return wait
+
+    def _state(self) -> dict[str, object]:
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def _new(self, name: str, step: int) -> Path:
+        """Return the folder of a step; older ones are removed, as hpcdist prunes."""
+        if self._ctx.is_main:
+            for old in self._folder.glob(f"{name}-*"):
+                if int(old.name.rpartition("-")[2]) < step - 1:  # the other of this round remains
+                    shutil.rmtree(old)
+        return self._folder / f"{name}-{step}"
+
+    def dcp_save(self, step: int) -> Callable[[], object]:
+        save(self._state(), storage_writer=FileSystemWriter(self._new("plain", step)))
+        return lambda: None
+
+    def dcp_save_planned(self, step: int) -> Callable[[], object]:
+        writer = FileSystemWriter(self._new("planned", step))
+        save(self._state(), storage_writer=writer, planner=self._planners[0])
+        return lambda: None
+
+    def dcp_async(self, step: int) -> Callable[[], object]:
+        writer = FileSystemWriter(self._new("async", step))
+        response = async_save(
+            self._state(),
+            storage_writer=writer,
+            planner=self._planners[1],
+            async_stager=self._stager,
+            process_group=self._group,
+        )
+        future: Any = getattr(response, "upload_completion", response)
+        wait: Callable[[], object] = future.result
+        return wait
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    warnings.filterwarnings("ignore")
+    params = cfg.params
+    num_weights = params["megabytes"] * 1_000_000 // BYTES_PER_WEIGHT
+    width = int((num_weights / NUM_LAYERS) ** 0.5)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS)))
+    mesh = ctx.mesh(shard=-1)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    ctx.restore()
+    batch = torch.randn(8, width)
+
+    def train_steps() -> float:
+        """Return the seconds of a step."""
+        ctx.groups.barrier()
+        began = time.perf_counter()
+        for _ in range(STEPS_AFTER_SAVE):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ctx.groups.barrier()
+        return (time.perf_counter() - began) / STEPS_AFTER_SAVE
+
+    train_steps()
+    folder = Path(params["folder"])
+    contenders = Contenders(ctx, model, optimizer, folder)
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in contenders.kinds}
+    numbers = itertools.count(1)
+    for _ in range(params["rounds"] + 1):
+        for name, start_save in contenders.kinds.items():
+            usual = train_steps()
+            # A save while the training goes on.
+            reset_peak()
+            before = peak_bytes()
+            wait = start_save(next(numbers))
+            after = train_steps()
+            wait()
+            peak = peak_bytes() - before
+            ctx.groups.barrier()
+            # A save alone.
+            began = time.perf_counter()
+            wait = start_save(next(numbers))
+            stall = time.perf_counter() - began
+            wait()
+            ctx.groups.barrier()
+            durable = time.perf_counter() - began
+            values = {"stall_s": stall, "durable_s": durable, "step_over_usual": after / usual, "peak_mb": peak / 1e6}
+            largest = ctx.groups.max(list(values.values()))
+            rows[name].append(dict(zip(values, largest, strict=True)))
+    if ctx.is_main:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    ctx.end_reason = "measured"
