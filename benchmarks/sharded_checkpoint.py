@@ -6,6 +6,7 @@ Two gloo ranks with one thread each save the same state (weights and two Adam mo
 DCP keeps what it can keep between saves: its plan, and for `async_save` the host memory of a stager. It writes no
 hashes. Values are the largest of the ranks; the results are medians over rounds, without the first one. The stall is
 the time until the call returns, with no earlier save in progress, `durable` until all ranks have written with fsync.
+Old checkpoints are removed between the measurements.
 `steps` is the duration of the three steps after a save over that of the three before. `peak` is the growth of a rank's
 resident memory from the call until the state is on disk, in the first round, in which memory is allocated.
 """
@@ -35,6 +36,7 @@ def measure(folder: Path, rounds: int, megabytes: int) -> dict[str, list[dict[st
         "trainer": f"{TRAINER}:train",
         "params": {"rounds": rounds, "megabytes": megabytes, "folder": str(folder)},
         "tracking": {"uri": ""},
+        "checkpoint": {"keep_last": 1000},  # the trainer removes old checkpoints, those of DCP as well
         "launch": {"num_ranks": NUM_RANKS, "device": "cpu", "num_threads": 1},
     }
     (folder / "sharded.yaml").write_text(json.dumps(config))  # JSON is YAML

@@ -79,28 +79,29 @@ class Contenders:
     def _state(self) -> dict[str, object]:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
-    def _new(self, name: str, step: int) -> Path:
-        """Return the folder of a step; older ones are removed, as hpcdist prunes."""
+    def _new(self, name: str, step: int) -> FileSystemWriter:
+        return FileSystemWriter(self._folder / f"{name}-{step}")
+
+    def remove_old(self, step: int) -> None:
+        """Remove the checkpoints before a step, outside of the measured time."""
         if self._ctx.is_main:
-            for old in self._folder.glob(f"{name}-*"):
-                if int(old.name.rpartition("-")[2]) < step - 1:  # the other of this round remains
+            for old in (*self._folder.glob("dcp-*"), *self._ctx.run.checkpoints.glob("step-*")):
+                if int(old.name.rpartition("-")[2]) < step:
                     shutil.rmtree(old)
-        return self._folder / f"{name}-{step}"
+        self._ctx.groups.barrier()
 
     def dcp_save(self, step: int) -> Callable[[], object]:
-        save(self._state(), storage_writer=FileSystemWriter(self._new("plain", step)))
+        save(self._state(), storage_writer=self._new("dcp-plain", step))
         return lambda: None
 
     def dcp_save_planned(self, step: int) -> Callable[[], object]:
-        writer = FileSystemWriter(self._new("planned", step))
-        save(self._state(), storage_writer=writer, planner=self._planners[0])
+        save(self._state(), storage_writer=self._new("dcp-planned", step), planner=self._planners[0])
         return lambda: None
 
     def dcp_async(self, step: int) -> Callable[[], object]:
-        writer = FileSystemWriter(self._new("async", step))
         response = async_save(
             self._state(),
-            storage_writer=writer,
+            storage_writer=self._new("dcp-async", step),
             planner=self._planners[1],
             async_stager=self._stager,
             process_group=self._group,
@@ -146,11 +147,13 @@ def train(ctx: Context, cfg: Config) -> None:
             # A save while the training goes on.
             reset_peak()
             before = peak_bytes()
-            wait = start_save(next(numbers))
+            number = next(numbers)
+            wait = start_save(number)
             after = train_steps()
             wait()
             peak = peak_bytes() - before
             ctx.groups.barrier()
+            contenders.remove_old(number)
             # A save alone.
             began = time.perf_counter()
             wait = start_save(next(numbers))

@@ -20,7 +20,6 @@ from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_nam
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
-from hpcdist.host.files import fsync_folder
 from hpcdist.run.checkpoint_files import MODEL_FILE
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ class ShardExchange:
                 retry.rename(staging / shard_name(rank), into / shard_name(rank))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        retry.retry(lambda: fsync_folder(into), into)
+        # The folder itself is synced with the manifest, which is written later.
         return {shard_name(rank): record for rank, record in reports.items()}
 
     def _report(self, step: int, rank: int) -> FileRecord:

@@ -4,6 +4,7 @@ A parent that has imported torch forks the ranks. As with CUDA, they would fail 
 """
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +12,13 @@ import pytest
 import test_live_commands
 import test_role_trainers
 import test_runs
+import torch
 from hpcdist_runs import TRAINING, Runs
 from slurm_faults import SIMULATED_GPUS, Cell
+
+from hpcdist.checkpoint.state import load_weights
+
+CHECKOUT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.processes
 
@@ -99,3 +105,21 @@ def test_collectives_of_nccl_are_checked_and_timed(runs: Runs, gpus: Path) -> No
     code, output = runs.command("run", "bench_comm", *runs.config("comm", "comm.max_bytes=4K")[1:])
     assert code == 0, output
     assert "finished: " in output
+
+
+@pytest.mark.slow
+def test_sharded_model_is_saved_and_resumed_on_gpus(runs: Runs, gpus: Path) -> None:
+    """The copies of a save must not race with the next optimizer step, which the fixture checks."""
+    for name in ("train.py", "sharded.yaml"):
+        shutil.copy(CHECKOUT / "examples" / "sharded_model" / name, runs.project)
+    small = ["params.width=16", "checkpoint.every_steps=5", f"experiment={runs.experiment}", "launch.device=cuda"]
+    result, output = runs.command("run", "sharded.yaml", "name=sharded", "params.total_steps=10", *small)
+    assert result == 0, output
+    result, output = runs.command("resume", "sharded", "params.total_steps=15")
+    assert result == 0, output
+    log = (gpus / "log").read_text()
+    assert all(f"context on device {number}," in log for number in range(2)), "each GPU is used"
+    first, last = (load_weights(runs.run_dir("sharded").checkpoints / f"step-{step:08d}") for step in (10, 15))
+    # 5 steps of AdamW at a learning rate of 0.001, from the weights of step 10 and not from new ones.
+    assert all(float((last[name] - first[name]).abs().max()) < 0.01 for name in first)
+    assert any(not torch.equal(last[name], first[name]) for name in first)
