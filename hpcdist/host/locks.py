@@ -13,7 +13,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -27,6 +27,7 @@ WAIT_S = 30.0
 #: A lock file that is unchanged for this time was left by a killed process. Shorter than each wait for a lock.
 LEFT_AFTER_S = 8.0
 _POLL_S = 0.05
+_ALIVE_S = 1.0
 
 
 @contextmanager
@@ -78,7 +79,14 @@ def open_lock(path: Path, mode: int = 0o666, *, shared: bool = False) -> IO[str]
 
 
 @contextmanager
-def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "", shared: bool = False) -> Iterator[None]:
+def long_lock(
+    path: Path,
+    *,
+    mode: int = 0o666,
+    waiting: str = "",
+    shared: bool = False,
+    alive: Callable[[], None] | None = None,
+) -> Iterator[None]:
     """Hold a lock for work that may take minutes, after waiting for it without a time limit.
 
     On a file system without flock, a warning is logged and the work is done without a lock.
@@ -86,13 +94,24 @@ def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "", shared: bool 
     Args:
         waiting: logged before a wait.
         shared: whether the file may be another user's.
+        alive: called every second during a wait, such as for the heartbeat of a rank.
     """
     with open_lock(path, mode, shared=shared) as file:
         if not lock_now(file):
             if waiting:
                 log.info("%s", waiting)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file, alive)
         yield
+
+
+def _lock(file: IO[str], alive: Callable[[], None] | None) -> None:
+    """Wait until an open file is locked for this process."""
+    if alive is None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    while not lock_now(file):
+        alive()
+        time.sleep(_ALIVE_S)
 
 
 def lock_now(file: IO[str]) -> bool:

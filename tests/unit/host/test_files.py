@@ -289,6 +289,22 @@ def test_long_lock_without_flock_logs_a_warning(path: Path, no_flock: None, capl
         ]
 
 
+def test_a_wait_for_a_long_lock_reports_that_it_lives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_ALIVE_S", 0)
+    holder = locks.open_lock(path)
+    assert locks.lock_now(holder)
+    num_calls = 0
+
+    def alive() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            holder.close()
+
+    with locks.long_lock(path, alive=alive):
+        assert num_calls == 3
+
+
 def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
