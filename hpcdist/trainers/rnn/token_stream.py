@@ -4,18 +4,16 @@ Batches follow https://docs.pytorch.org/tutorials/beginner/transformer_tutorial.
 and a batch has the next rows of all columns, so that the hidden state of a batch continues in the next one.
 """
 
-import glob
 import itertools
 import math
 import random
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 
@@ -29,8 +27,6 @@ MIN_COLUMN_LENGTH = 2
 #: A word or separators with the space before, or a line end with the indentation of the next line. Joined, the pieces
 #: are the text.
 PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
-#: Folders with third-party code, or with data rather than code: tests, character tables, texts of `help`.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 
 def encode_bytes(texts: Sequence[str]) -> list[list[int]]:
@@ -92,8 +88,7 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
     Without patterns it reads the source of Python's standard library. Raises ConfigError for a pattern without files
     and for a file that cannot be read.
     """
-    files = _matching_files(patterns) if patterns else _library_files()
-    paths = sorted(files)
+    paths = find_text_files(patterns, key="rnn.files")
     random.Random(seed).shuffle(paths)  # noqa: S311  # not for cryptography
     texts = []
     num_bytes_left = int(max_mb * 1e6)
@@ -108,26 +103,6 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
         if num_bytes_left <= 0:
             break
     return texts
-
-
-def _matching_files(patterns: Sequence[str]) -> set[Path]:
-    matching: set[Path] = set()
-    for pattern in patterns:
-        paths = map(Path, glob.glob(pattern, recursive=True))
-        files = {path for path in paths if path.is_file()}
-        if not files:
-            raise ConfigError(f"rnn.files: {pattern!r} matches no file")
-        matching |= files
-    return matching
-
-
-def _library_files() -> set[Path]:
-    """Return the source files of Python's standard library."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = {path for path in folder.rglob("*.py") if NOT_LIBRARY.isdisjoint(path.relative_to(folder).parts)}
-    if not files:
-        raise ConfigError(f"rnn.files: {folder} has no source of Python's standard library: set it to text files")
-    return files
 
 
 @dataclass(frozen=True)
