@@ -22,7 +22,7 @@ FOLDER_SUFFIXES = (".txt", ".md", *JSONL_SUFFIXES, PARQUET_SUFFIX)
 TEXT_FIELD = "text"
 #: Size of a piece of the files. With many pieces, all processes end at about the same time; a finished piece costs a
 #: file of its own until all are finished.
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 #: Text files are read in parts of so many bytes, to their next line end, which limits the memory for their tokens.
 TEXT_PART_BYTES = 1 << 20
 #: Limit of the text of an exception of pyarrow in a message.

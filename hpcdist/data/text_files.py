@@ -1,6 +1,7 @@
 """Find files of text: those that patterns match, or the source of Python's standard library."""
 
 import glob
+import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +55,10 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> set[Path]:
 def _library_files(key: str) -> list[Path]:
     """Return the source files of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in folder.rglob("*.py") if NOT_LIBRARY.isdisjoint(path.relative_to(folder).parts)]
+    files: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in NOT_LIBRARY]  # which are not walked then
+        files += [Path(place, name) for name in names if name.endswith(".py")]
     if not files:
         raise ConfigError(f"{key}: {folder} has no source of Python's standard library: set it to text files")
     return sorted(files)
