@@ -6,9 +6,10 @@ import os
 import random
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hpcdist.config.training_schema import DataConfig
 from hpcdist.data.documents import pieces_of
 from hpcdist.data.windows import TokenWindows
 from hpcdist.errors import ConfigError, DataError
+from hpcdist.host import locks
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import RunDir
@@ -155,6 +157,34 @@ def test_a_piece_is_tokenized_by_one_process(
     assert sorted(names) == sorted(set(names))
     build(config_of(text), cache)
     assert written.read_text().split() == names
+
+
+def test_a_piece_of_another_process_is_awaited(
+    text: Path, cache: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process, which has locked a piece, ends without its tokens when those of all other pieces are there."""
+    others: list[IO[str]] = []
+    awaited: list[str] = []
+
+    def lock_before(path: Path, **options: Any) -> IO[str]:
+        if path.name == "3.lock" and not others:
+            others.append(locks.open_lock(path))
+            assert locks.lock_now(others[0])
+        return locks.open_lock(path, **options)
+
+    def end_other(path: Path, **options: Any) -> AbstractContextManager[None]:
+        if path.name != "join.lock":
+            awaited.append(path.name)
+            built = {part.stem for part in path.parent.glob("*.npz")}
+            assert {lock.stem for lock in path.parent.glob("*.lock")} - built == {"3"}
+            others[0].close()
+        return locks.long_lock(path, **options)
+
+    monkeypatch.setattr(corpus, "open_lock", lock_before)
+    monkeypatch.setattr(corpus, "long_lock", end_other)
+    folder, _ = build(config_of(text), cache)
+    assert awaited == ["3.lock"]
+    assert sum(tokens.count(END) for tokens in tokens_in(folder).values()) == len(SENTENCES)
 
 
 @pytest.mark.processes
@@ -386,7 +416,9 @@ def test_large_texts_train_a_tokenizer_on_a_part(
 
     monkeypatch.setattr(corpus, "train_bpe", train)
     monkeypatch.setattr(corpus, "_TRAINED_BYTES", text.stat().st_size // 3)
-    build(config_of(text, tokenizer="bpe", vocab_size=300), cache)
+    folder, tokenizer = build(config_of(text, tokenizer="bpe", vocab_size=300), cache)
+    held_out = tokenizer.decode(tokens_in(folder)["held_out"])
+    assert not [sentence for sentence in trained if sentence in held_out]
     assert 0.2 < len(trained) / len(SENTENCES) < 0.35
     numbers = [int(sentence.split()[1]) for sentence in trained]
     assert min(numbers) < 50
