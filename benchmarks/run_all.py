@@ -248,6 +248,15 @@ BENCHMARKS = (
             Figure("RPC of 8 MiB, 8 calls in flight: torch's time over hpcdist's", ("torch_over_hpcdist", "8 MiB, 8")),
         ),
     ),
+    Benchmark(
+        "token_windows",
+        (),
+        (
+            Figure("order of 10^9 windows of tokens, CPU time per window", ("rows", "order", "us"), "µs", 2.0),
+            Figure("reading windows of 2,048 tokens, per CPU second", ("rows", "length 2048", "tokens_per_s")),
+            Figure("tokens of a text over encoding it alone, CPU time", ("rows", "build", "over_alone"), target=1.2),
+        ),
+    ),
     Benchmark("rl", ("--rounds", "3", "--seconds", "8"), ()),
     Benchmark("rnn", ("--rounds", "3"), ()),
     Benchmark("hybrid", ("--rounds", "3"), ()),

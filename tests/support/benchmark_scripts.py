@@ -36,6 +36,7 @@ SMALLEST = {
     "scale": ("--ranks", "8,16", "--seconds", "1"),
     "fork_cost": ("--rounds", "1"),
     "rpc": ("--rounds", "1"),
+    "token_windows": ("--rounds", "1"),
     "rl": ("--rounds", "1", "--seconds", "1", "--seeds", "1", "--only", "8 environments", "--updates", "30"),
     "rnn": ("--rounds", "1", "--cases", "toy", "--only", "ours;one process, no RPC"),
     "hybrid": ("--rounds", "1", "--only", "small", "--steps", "60"),
