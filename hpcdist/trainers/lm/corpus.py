@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,10 @@ _BATCH_CHARACTERS = 1 << 20
 _TRAINED_BYTES = 64 << 20
 #: Corrupt records that are kept for messages, and that a message shows.
 _KEPT_REPORTS, _SHOWN_REPORTS = 20, 2
-#: Time between two messages on the progress, and between two looks for the other ranks.
+#: Time between two messages on the progress.
 _PROGRESS_S = 10.0
-_POLL_S = 0.1
+#: Time between two signs of life of a rank that waits for the others.
+_ALIVE_S = 1.0
 
 #: Called now and then during the work, for the heartbeat of a rank.
 Alive = Callable[[], None]
@@ -160,11 +162,16 @@ def _wait_for_all(ctx: Context) -> None:
 
     A node whose text or disk is slower may need minutes more, in which a rank in a collective would count as hung.
     """
-    key = "lm.corpus"
-    ctx.groups.store.add(key, 1)
-    while ctx.groups.store.add(key, 0) < ctx.world_size:
-        ctx.timer.alive()
-        time.sleep(_POLL_S)
+    store = ctx.groups.store
+    if store.add("ranks with tokens", 1) == ctx.world_size:
+        store.set("all ranks have tokens", "")
+    while True:
+        try:
+            store.wait(["all ranks have tokens"], timedelta(seconds=_ALIVE_S))
+        except RuntimeError:  # not yet: DistStoreError, or that of a store of torch; a lost connection has another one
+            ctx.timer.alive()
+        else:
+            return
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer, length: int, seed: int) -> Corpus:

@@ -540,6 +540,22 @@ def test_all_ranks_have_the_same_corpus(text: Path, tmp_path: Path) -> None:
     assert "): put the same files on all nodes" in results[0]
 
 
+def wait_for_late_rank(here: Rank, folder: Path) -> None:
+    """Rank 1 is ready after rank 0 has waited."""
+    corpus._ALIVE_S = 0.01
+    with open_context(here, RunDir(folder), config_for(here.folder, [])) as ctx:
+        if here.rank == 0:
+            ctx.timer.alive = lambda: ctx.groups.store.set("rank 0 lives", "")  # type: ignore[method-assign]
+        else:
+            ctx.groups.store.wait(["rank 0 lives"])
+        corpus._wait_for_all(ctx)
+
+
+@pytest.mark.processes
+def test_a_rank_lives_while_it_waits_for_another_node(tmp_path: Path) -> None:
+    spawn_ranks(wait_for_late_rank, folder=new_run(tmp_path).path)
+
+
 def prepare_with_tokenizer(here: Rank, folder: Path, text: Path, tokenizer_file: Path) -> dict[str, Any]:
     run = RunDir(folder)
     with open_context(here, run, config_for(here.folder, [text], tokenizer_file=str(tokenizer_file))) as ctx:
