@@ -215,6 +215,8 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     plain = load_file(folder / MODEL_FILE)
     weights = {}
     for name in stored:
-        value = plain.get(name)
-        weights[name] = stored[name] if value is None else value
+        if stored.is_whole(name):
+            weights[name] = plain[name]
+        else:
+            weights[name] = stored[name]
     return weights

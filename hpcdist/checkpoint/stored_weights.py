@@ -38,6 +38,10 @@ class StoredWeights(Mapping[str, Tensor]):
         manifest = verified(folder)
         return cls(load_file(folder / MODEL_FILE, mmap=True), [folder / name for name in manifest.shards])
 
+    def is_whole(self, name: str) -> bool:
+        """Return whether a tensor is in `model.pt`; otherwise its parts are in shards."""
+        return self._tensors[name] is not None
+
     def whole(self, name: str) -> Whole:
         """Return shape and type of a tensor, without reading it."""
         tensor = self._tensors[name]

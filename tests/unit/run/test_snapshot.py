@@ -551,7 +551,7 @@ def test_gitignore_of_a_plain_folder_is_obeyed(project: Path, run: RunDir, monke
     assert set(contents(run.code)) == {"train.py", "sub/notes.py", "big/a.py", "big/b.py"}
 
 
-def test_folder_of_compiled_code_exists_before_a_container_starts(run: RunDir, tmp_path: Path) -> None:
+def test_folder_of_compiled_code_exists_for_containers(run: RunDir, tmp_path: Path) -> None:
     folder = run.path.parent.parent / ".hpcdist-compiled"
     create_run(config(run, experiment="exp", name="outside"), tmp_path)
     assert not folder.exists()
