@@ -125,10 +125,12 @@ class OptimConfig(ConfigSection):
 class ScheduleConfig(ConfigSection):
     """The learning rate over the steps."""
 
-    name: Literal["constant", "cosine"] = "constant"
-    """Learning-rate schedule after the warmup; `cosine` falls to 0 at the last step of the run."""
+    name: Literal["constant", "cosine", "wsd"] = "constant"
+    """After the warmup; `cosine` falls to 0 at the last step, `wsd` is constant and falls linearly at the end."""
     warmup_steps: int = number(0, least=0)
     """Optimizer steps of linear warmup."""
+    decay_fraction: float = number(0.2, above=0, most=1)
+    """Share of the steps in which `wsd` falls to 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

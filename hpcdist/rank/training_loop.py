@@ -5,13 +5,14 @@ order of gradients.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import ParamsT
 
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import OptimConfig, ScheduleConfig
@@ -29,6 +30,7 @@ class Progress:
     Args:
         cfg: its sections `stop`, `checkpoint` and `tracking` are used.
         steps_per_epoch: optimizer steps of one epoch in this attempt.
+        evaluate_every: optimizer steps between two evaluations within an epoch; None for those at its end only.
         saved: `state_dict()`, named `position` in checkpoints; None at the first start. If its steps per epoch differ,
             because the number of ranks or the batch size has changed, the position within the epoch is rescaled.
         goal: threshold of the task and its description; used if `stop.threshold` is not set.
@@ -41,8 +43,10 @@ class Progress:
         saved: Mapping[str, Any] | None = None,
         *,
         goal: tuple[float, str] | None = None,
+        evaluate_every: int | None = None,
     ) -> None:
         self._cfg = cfg
+        self._evaluate_every = evaluate_every
         self._goal = goal
         self.steps_per_epoch: int = steps_per_epoch
         self.load_state_dict(saved or {})
@@ -85,8 +89,11 @@ class Progress:
 
     @property
     def steps_until_evaluation(self) -> int:
-        """Steps to do before the next evaluation, at the end of the epoch or of training."""
-        return min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step)
+        """Steps to do before the next evaluation: the next one within the epoch, or at its end or that of training."""
+        remaining = min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step)
+        if self._evaluate_every is None:
+            return remaining
+        return min(remaining, self._evaluate_every - self.step % self._evaluate_every)
 
     def until_evaluation(self, steps: Steps) -> Iterator[int]:
         """Yield the steps before the next evaluation. In the body of the loop, its step counts as done."""
@@ -219,8 +226,8 @@ class Meter:
         self._since = time.perf_counter()
 
 
-def build_optimizer(parameters: Iterable[Tensor], cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Return the fused implementation of the configured optimizer.
+def build_optimizer(parameters: ParamsT, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """Return the fused implementation of the configured optimizer, of parameters or groups of them.
 
     From a saved state it loads the state of each parameter only: options such as weight decay come from the config.
     """
@@ -247,10 +254,13 @@ def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
     """
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
-    if cfg.name == "constant":
-        return 1.0
-    fraction = (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
+    if cfg.name == "cosine":
+        fraction = (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
+    if cfg.name == "wsd":
+        num_decay_steps = max(1, math.ceil(cfg.decay_fraction * total_steps))
+        return min(1.0, max(0, total_steps - step) / num_decay_steps)
+    return 1.0
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -114,6 +114,20 @@ def test_resumed_run_continues_at_its_position() -> None:
     assert (halved.step_in_epoch, halved.epochs, halved.total_steps) == (10, 1.5, 15 + 50 - 20)
 
 
+def test_evaluations_within_an_epoch_end_no_epoch() -> None:
+    cfg = Config(stop=StopConfig(max_epochs=2))
+    progress = Progress(cfg, 10, evaluate_every=4)
+    steps_between = []
+    while not progress.end_reason:
+        num_steps = progress.steps_until_evaluation
+        steps_between.append(num_steps)
+        progress.step += num_steps
+        progress.step_in_epoch += num_steps
+        progress.end_epoch({"eval/accuracy": 0.5})
+    assert steps_between == [4, 4, 2, 2, 4, 4]
+    assert progress.end_reason == "trained 20 steps, 2 epochs"
+
+
 def test_a_checkpoint_holds_all_counters() -> None:
     cfg = Config(stop=StopConfig(patience=2))
     progress = evaluated(cfg, {"eval/accuracy": 0.5})
@@ -157,6 +171,14 @@ def test_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
     constant = ScheduleConfig(warmup_steps=2)
     assert [lr_factor(step, 9, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
     assert lr_factor(5, 5, ScheduleConfig(name="cosine", warmup_steps=5)) == 1.0
+
+
+def test_wsd_is_constant_and_falls_linearly_at_the_end() -> None:
+    cfg = ScheduleConfig(name="wsd", warmup_steps=2, decay_fraction=0.4)
+    factors = [lr_factor(step, 10, cfg) for step in range(11)]
+    assert factors[:2] == pytest.approx([0.5, 1.0])
+    assert factors[2:7] == [1.0] * 5
+    assert factors[7:] == pytest.approx([0.75, 0.5, 0.25, 0.0])
 
 
 # --- The division of a training set over ranks, and the buffers of a model over its micro-batches.
