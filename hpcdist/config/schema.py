@@ -268,6 +268,8 @@ def _elastic_problems(config: Config) -> list[str]:
         problems.append(
             "roles and data.global_batch_size exclude each other, because all ranks share the micro-batches: remove one"
         )
+    if trainer is not None and trainer.divides_batches:
+        return problems
     if elastic.micro_batches is not None and elastic.micro_batches < largest_world_size(config):
         problems.append(
             f"elastic.micro_batches={elastic.micro_batches} is less than the {largest_world_size(config)} ranks of the"
@@ -280,11 +282,23 @@ def _elastic_problems(config: Config) -> list[str]:
 
 
 def new_run_problems(config: Config, num_ranks: int = 0) -> list[str]:
-    """Return the mistake in the division of the global batch of a new run without `elastic.micro_batches`.
+    """Return the mistakes in the number of ranks of a new run: of its trainer, and of an elastic run's global batch.
 
     A run with a checkpoint keeps the number of micro-batches of its first start instead.
+
+    Args:
+        num_ranks: 0 if it is not known yet.
     """
+    trainer = None
+    if not config.trainer.script:
+        trainer = find_trainer(config.trainer.target)
+    if trainer is not None and num_ranks:
+        problems = trainer.check_ranks(config, num_ranks)
+        if problems:
+            return problems
     batch_size = config.data.global_batch_size
     if batch_size is None or config.elastic.micro_batches is not None:
+        return []
+    if trainer is not None and trainer.divides_batches:
         return []
     return division_problems(batch_size, max(num_ranks, largest_world_size(config)))

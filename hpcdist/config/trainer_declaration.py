@@ -13,9 +13,15 @@ from typing import Any, cast
 
 #: A check of a whole `Config`, whose module imports this one.
 Check = Callable[[Any], list[str]]
+#: A check of a whole `Config` and of the number of ranks of a new run.
+RankCheck = Callable[[Any, int], list[str]]
 
 
 def _no_problems(config: object) -> list[str]:
+    return []
+
+
+def _fits_any_ranks(config: object, num_ranks: int) -> list[str]:
     return []
 
 
@@ -33,8 +39,12 @@ class Trainer:
     """The roles that have exactly one rank."""
     is_elastic: bool = False
     """Whether the trainer supports `data.global_batch_size`."""
+    divides_batches: bool = False
+    """Whether it divides global batches among any number of ranks itself, instead of into equal micro-batches."""
     check: Check = _no_problems
     """Return the mistakes in a config of this trainer that no section can detect alone."""
+    check_ranks: RankCheck = _fits_any_ranks
+    """Return the reasons why a new run cannot have a number of ranks, before any of them starts."""
     check_host: Check = _no_problems
     """Return the problems that only the host of the supervisor can detect, such as missing files."""
     fixed_keys: tuple[str, ...] = ()

@@ -275,7 +275,7 @@ def _create_in_job(
             " Slurm kills the job when it notices a failed node"
         )
     config = replace(config, cluster=cluster)
-    create.check_trainer(config, cwd)
+    create.check_trainer(config, cwd, num_ranks=cluster.nodes * cluster.tasks_per_node)
     problems = exposed_secrets(config)
     spawn = find_spawn(config, [cwd])
     if spawn is not None:

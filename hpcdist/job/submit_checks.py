@@ -436,7 +436,7 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
         problems.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
     try:
         if cwd is not None:
-            create.check_trainer(config, cwd)
+            create.check_trainer(config, cwd, num_ranks=cluster.nodes * cluster.tasks_per_node)
     except ConfigError as error:
         problems += error.problems
     return problems + _spawn_problems(config, cluster, cwd)

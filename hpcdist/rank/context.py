@@ -627,7 +627,7 @@ class Context:
         self.elastic.restore(saved_division)
         self._rank_states = states
         self._set_generators(states)
-        is_elastic = self.elastic.is_on and saved_division is not None
+        is_elastic = self.elastic.is_on and (saved_division is not None or self.elastic.is_of_trainer)
         self._report_world_size(len(states), is_elastic=is_elastic)
         log.info("resumed at step %d from %s", checkpoint.step, folder)
         self._heartbeat.step = checkpoint.step

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from hpcdist.config.schema import Config
+from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import ConfigError
 from hpcdist.rank.micro_batches import Division, MicroBatch, MicroBatchLoader, SavedDivision, divide, micro_batches
 
@@ -20,10 +21,13 @@ class Elastic:
 
     Attributes:
         is_on: whether the run has `data.global_batch_size`; without it the methods raise ConfigError.
+        is_of_trainer: whether the trainer divides the global batches itself, without these methods.
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, fitted: int | None = None) -> None:
         self.is_on = config.data.global_batch_size is not None
+        trainer = find_trainer(config.trainer.target)
+        self.is_of_trainer = trainer is not None and trainer.divides_batches
         self._config = config
         self._rank = rank
         self._world_size = world_size

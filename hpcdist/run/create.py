@@ -49,9 +49,14 @@ def plain_name(text: str) -> str:
     return re.sub(r"[^\w.-]", "_", text).lstrip("._-") or "script"
 
 
-def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
-    """Raise ConfigError if a new run cannot start. `own_python`: see `check_code`."""
-    problems = new_run_problems(config)
+def check_trainer(config: Config, cwd: Path, *, own_python: bool = False, num_ranks: int = 0) -> None:
+    """Raise ConfigError if a new run cannot start.
+
+    Args:
+        own_python: see `check_code`.
+        num_ranks: 0 if it is not known yet.
+    """
+    problems = new_run_problems(config, num_ranks)
     if problems:
         raise ConfigError(*problems)
     check_code(config, cwd, own_python=own_python)
