@@ -169,13 +169,38 @@ def lstm_cell_backward(
     return gates, grad * forget, gates.sum(0) if has_bias else None
 
 
+def rms_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,  # noqa: A002 (the name of torch)
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight. The CPU has no kernel for it: there, torch differentiates the parts."""
+    dimensions = list(range(-len(normalized_shape), 0))
+    normalized = input * rstd
+    weighted = grad_out if weight is None else grad_out * weight
+    of_input = of_weight = None
+    if output_mask[0]:
+        of_input = rstd * (weighted - normalized * (weighted * normalized).mean(dimensions, keepdim=True))
+        of_input = of_input.to(input.dtype)
+    if output_mask[1] and weight is not None:
+        of_weight = (grad_out * normalized).reshape(-1, *normalized_shape).sum(0).to(weight.dtype)
+    return of_input, of_weight
+
+
 def sleep(cycles: int) -> None:
     """Replace `torch.cuda._sleep`, with a clock of 1 GHz."""
     index = torch.cuda.current_device()
     simulation.sim_sleep(index, ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index)), cycles // 1000)
 
 
-ONLY_CUDA = {"_thnn_fused_lstm_cell": lstm_cell, "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward}
+ONLY_CUDA = {
+    "_thnn_fused_lstm_cell": lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
+    "_fused_rms_norm_backward": rms_norm_backward,
+}
 
 
 def is_replaced(name: str, overload: str, key: str, cpu_key: str) -> bool:

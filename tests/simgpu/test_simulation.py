@@ -35,6 +35,14 @@ def observe() -> dict[str, Any]:
     end.synchronize()
     found["after the event"] = (end.query(), float(buffer.sum()), begin.elapsed_time(end) >= COPY_MS)
 
+    gradients = []
+    for device in ("cpu", "cuda"):
+        norm = torch.nn.RMSNorm(8).to(device)
+        rows = torch.arange(24.0).view(3, 8).sin().to(device).requires_grad_()
+        norm(rows).cos().sum().backward()
+        gradients.append(torch.cat([rows.grad.cpu(), norm.weight.grad.cpu()[None]]))
+    found["gradients of a norm"] = float((gradients[0] - gradients[1]).abs().max())
+
     second = torch.cuda.Stream()
     for is_ordered in (True, False):
         buffer.copy_(ones, non_blocking=True)
@@ -60,6 +68,7 @@ def test_simulation_shows_what_a_gpu_would(gpus: Path) -> None:
     assert found["host reads"] == [-1, errno.EFAULT]
     assert found["before the event"] == [False, 0]
     assert found["after the event"] == [True, 1000, True]
+    assert found["gradients of a norm"] < 1e-6
     assert found["races, ordered: True"] == []
     (race,) = found["races, ordered: False"]
     assert race.startswith("RACE: add_ writes on stream 1 what copy reads on stream 0, without an order between them")
