@@ -6,4 +6,4 @@ package, its config in `configs/`, its page of the documentation, and its name h
 """
 
 #: The names of the shipped trainers, which are those of their packages. The first one is the default.
-NAMES = ("ddp", "rl", "rnn", "pipeline", "hybrid", "comm")
+NAMES = ("ddp", "lm", "rl", "rnn", "pipeline", "hybrid", "comm")

@@ -9,6 +9,7 @@ from hpcdist import trainers
 #: The shipped config of each trainer, and overrides for two ranks and few steps.
 SMALL = {
     "ddp": ("ddp_digits", ["stop.max_epochs=1"]),
+    "lm": ("lm_small", ["lm.corpus.tokenizer=byte", "lm.num_eval_windows=4", "stop.max_steps=2"]),
     "rl": ("rl_cartpole", ["roles={agent: 1, observer: 1}", "stop.max_epochs=2"]),
     "rnn": ("rnn_lm", ["rnn.max_corpus_mb=0.05", "stop.max_epochs=1"]),
     "pipeline": ("pipeline_resnet50", ["model.name=resnet18", "data.batch_size=256", "stop.max_epochs=1"]),

@@ -40,6 +40,8 @@ def observe() -> dict[str, Any]:
         norm = torch.nn.RMSNorm(8).to(device)
         rows = torch.arange(24.0).view(3, 8).sin().to(device).requires_grad_()
         norm(rows).cos().sum().backward()
+        assert rows.grad is not None
+        assert norm.weight.grad is not None
         gradients.append(torch.cat([rows.grad.cpu(), norm.weight.grad.cpu()[None]]))
     found["gradients of a norm"] = float((gradients[0] - gradients[1]).abs().max())
 

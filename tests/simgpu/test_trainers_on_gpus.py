@@ -123,3 +123,15 @@ def test_sharded_model_is_saved_and_resumed_on_gpus(runs: Runs, gpus: Path) -> N
     # 5 steps of AdamW at a learning rate of 0.001, from the weights of step 10 and not from new ones.
     assert all(float((last[name] - first[name]).abs().max()) < 0.01 for name in first)
     assert any(not torch.equal(last[name], first[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_language_model_is_divided_among_gpus(runs: Runs, gpus: Path) -> None:
+    sizes = ("lm.model.hidden_size=32", "lm.model.num_layers=2", "lm.model.intermediate_size=48")
+    data = ("lm.corpus.tokenizer=byte", "lm.sequence_length=16", "lm.num_eval_windows=4", "stop.max_steps=3")
+    # The simulation has no kernel of FSDP2 for gradients of two types, which occur with lm.mesh.tensor=2.
+    mesh = ("lm.mesh.shard=2", "precision.dtype=bf16", "tracking.log_every_steps=1")
+    code, output = runs.command("run", "lm_small", *runs.config("lm", *sizes, *data, *mesh)[1:])
+    assert code == 0, output
+    log = (gpus / "log").read_text()
+    assert all(f"context on device {number}," in log for number in range(2))

@@ -2,15 +2,150 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
+from hpcdist.config.trainer_declaration import Trainer
+from hpcdist.config.training_schema import ModelConfig
 from hpcdist.data.documents import FOLDER_SUFFIXES
 from hpcdist.data.text_files import find_text_files
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, plural
+
+#: Which activations of a layer the backward pass computes again.
+Recomputed = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmModelConfig(ConfigSection):
+    """The sizes of the decoder; the names follow `LlamaConfig` of the package transformers."""
+
+    hidden_size: int = number(256, least=1)
+    """Width of the residual stream."""
+    num_layers: int = number(4, least=1)
+    """Number of layers."""
+    num_heads: int = number(4, least=1)
+    """Attention heads of a layer."""
+    num_kv_heads: int | None = number(None, least=1)
+    """Heads of keys and values, each for the same number of attention heads; null: num_heads."""
+    head_dim: int | None = number(None, least=2)
+    """Width of a head; null: hidden_size / num_heads."""
+    intermediate_size: int = number(768, least=1)
+    """Width of the hidden layer of an MLP."""
+    rope_theta: float = number(10_000.0, above=0)
+    """Base of the wavelengths of the rotary positions."""
+    norm_eps: float = number(1e-5, above=0)
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = False
+    """Use one table for the embedding and the output."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as Qwen2 does."""
+    qk_norm: bool = False
+    """Normalise queries and keys of each head, as Qwen3 does."""
+    vocab_multiple: int = number(1, least=1)
+    """Pad the vocabulary of the tokenizer to a multiple of this number; GPUs compute multiples of 128 faster."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return the number of rows of the embedding for a tokenizer of `vocab_size` tokens."""
+        return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Return the number of weights with an embedding of `vocab_size` rows."""
+        num_heads = 2 * self.num_heads + 2 * self.kv_heads  # queries and output, keys and values
+        layer = num_heads * self.head_size * self.hidden_size
+        layer += 3 * self.hidden_size * self.intermediate_size
+        layer += 2 * self.hidden_size
+        if self.qkv_bias:
+            layer += (self.num_heads + 2 * self.kv_heads) * self.head_size
+        if self.qk_norm:
+            layer += 2 * self.head_size
+        num_tables = 2
+        if self.tie_embeddings:
+            num_tables = 1
+        return self.num_layers * layer + num_tables * vocab_size * self.hidden_size + self.hidden_size
+
+    def flops_per_token(self, vocab_size: int, length: int) -> int:
+        """Return the FLOPs of a training step for each token of a sequence of `length` tokens.
+
+        6 for each weight of a matrix product, and causal attention (https://arxiv.org/abs/2204.02311, appendix B, of
+        which causal attention needs half).
+        """
+        num_weights = self.num_parameters(vocab_size)
+        if not self.tie_embeddings:
+            num_weights -= vocab_size * self.hidden_size  # looked up, not multiplied
+        attention = 6 * self.num_layers * self.num_heads * self.head_size * length
+        return 6 * num_weights + attention
+
+    def problems(self) -> list[str]:
+        """Return a message for each invalid value of this section."""
+        problems = []
+        if self.num_heads % self.kv_heads:
+            problems.append(
+                f"num_kv_heads={self.kv_heads} must divide num_heads={self.num_heads}: use a divisor of it, or null"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            problems.append(
+                f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: change one of them, or"
+                " set head_dim"
+            )
+        elif self.head_size % 2:
+            problems.append(f"head_dim must be even for the rotary positions, got {self.head_size}")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmMeshConfig(ConfigSection):
+    """The mesh of ranks. The product of its sizes is the number of ranks; one size may be -1, which is the rest."""
+
+    replicate: int = number(1, least=-1)
+    """Copies of the sharded weights, such as one for each node; their gradients are summed."""
+    shard: int = number(-1, least=-1)
+    """Ranks among which weights, gradients and the state of the optimizer are divided (FSDP2)."""
+    tensor: int = number(1, least=1)
+    """Ranks that divide heads, MLPs and vocabulary (tensor parallelism), with fast connections between them."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the dimensions, the outermost first."""
+        return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+
+    def resolve(self, num_ranks: int) -> dict[str, int]:
+        """Return the sizes for a number of ranks, without -1. Raises ConfigError if they do not fit it."""
+        sizes = self.sizes
+        product = math.prod(size for size in sizes.values() if size != -1)
+        shown_sizes = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        if -1 not in sizes.values() and product != num_ranks:
+            raise ConfigError(
+                f"lm.mesh={{{shown_sizes}}} is for {plural(product, 'rank')}, but the run has {num_ranks}: change a"
+                " size, or set it to -1 for the remaining ranks"
+            )
+        if num_ranks % product:
+            raise ConfigError(
+                f"lm.mesh={{{shown_sizes}}} needs a multiple of {plural(product, 'rank')}, but the run has {num_ranks}:"
+                " change a size, or the number of ranks"
+            )
+        return {name: num_ranks // product if size == -1 else size for name, size in sizes.items()}
+
+    def problems(self) -> list[str]:
+        """Return a message for each invalid value of this section."""
+        problems = [f"{name} must be -1 or >= 1, got 0" for name, size in self.sizes.items() if size == 0]
+        rest = [name for name, size in self.sizes.items() if size == -1]
+        if len(rest) > 1:
+            problems.append(f"{rest[0]}: only one size may be -1, but {' and '.join(rest)} are: set one of them")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +187,77 @@ class CorpusConfig(ConfigSection):
 class LmConfig(ConfigSection):
     """A language model: a decoder-only transformer on a mesh of ranks (`trainer: lm`)."""
 
+    model: LmModelConfig = field(default_factory=LmModelConfig)
+    mesh: LmMeshConfig = field(default_factory=LmMeshConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     sequence_length: int = number(256, least=1)
     """Tokens of a window, the unit of `data.global_batch_size`."""
+    micro_batch_size: int | None = number(None, least=1)
+    """Windows of a rank in one forward pass, which limits the memory; null: all windows of the rank in a step."""
+    activation_checkpointing: Recomputed = "none"
+    """Compute activations again in the backward pass: `full` all of a layer, `selective` all but its products."""
+    eval_every_steps: int | None = number(None, least=1)
+    """Optimizer steps between two evaluations; null: one after each epoch."""
+    num_eval_windows: int | None = number(None, least=1)
+    """Held-out windows of an evaluation; null: all."""
+    sample_prompt: str = ""
+    """Text that the model continues at each evaluation; empty: the beginning of the held-out text."""
+
+
+def _check(config: Config) -> list[str]:
+    lm = config.section(LmConfig)
+    problems = []
+    if config.data.global_batch_size is None:
+        problems.append("data.global_batch_size: trainer lm needs the windows of a step on all ranks, such as 32")
+    if config.model.name != ModelConfig.name:
+        problems.append(f"model.name={config.model.name} is not for trainer lm, whose sizes are in lm.model: remove it")
+    for key, value in (
+        ("elastic.micro_batches", config.elastic.micro_batches),
+        ("elastic.exact", config.elastic.exact),
+        ("launch.fit_batch", config.launch.fit_batch),
+    ):
+        if value:
+            problems.append(f"{key} is not for trainer lm, which has lm.micro_batch_size: remove it")
+    if config.precision.dtype == "fp16":
+        problems.append("precision.dtype=fp16 is not for trainer lm: use bf16, which needs no loss scaling")
+    tensor = lm.mesh.tensor
+    for key, size in (
+        ("lm.model.num_heads", lm.model.num_heads),
+        ("lm.model.num_kv_heads", lm.model.kv_heads),
+        ("lm.model.intermediate_size", lm.model.intermediate_size),
+        ("lm.sequence_length", lm.sequence_length),
+    ):
+        if size % tensor:
+            problems.append(
+                f"lm.mesh.tensor={tensor} must divide {key}={size}, which its ranks share: use another size"
+            )
+    return problems
+
+
+def _check_ranks(config: Config, num_ranks: int) -> list[str]:
+    try:
+        config.section(LmConfig).mesh.resolve(num_ranks)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def _check_host(config: Config) -> list[str]:
     return config.section(LmConfig).corpus.missing_files("lm.corpus")
+
+
+TRAINER = Trainer(
+    section=LmConfig,
+    shared_sections=("model", "data", "optim", "schedule", "precision"),
+    is_elastic=True,
+    divides_batches=True,
+    check=_check,
+    check_ranks=_check_ranks,
+    check_host=_check_host,
+    charts={
+        "loss": ("train/loss", "eval/loss"),
+        "bits per byte of the held-out text": ("eval/bits_per_byte",),
+        "share of the peak FLOPS": ("train/mfu", "train/mfu_of_matmul"),
+    },
+    fixed_keys=("lm.model", "lm.sequence_length", "optim.name", "data.global_batch_size"),
+)

@@ -62,6 +62,7 @@ class Decoder(nn.Module):
 
         As in GPT-2, the outputs of the layers, whose sum is the residual stream, are smaller the more layers there are.
         """
+        self.tie()  # `to_empty` has made two tables of one
         for name, weight in self.named_parameters():
             kind = name.split(".")[-2]
             if "norm" in kind:

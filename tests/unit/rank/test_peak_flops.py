@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from hpcdist.rank import peak_flops
+from hpcdist.rank.peak_flops import measured_flops, specified_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Simulated GPU", None),
+    ],
+)
+def test_the_name_of_a_gpu_has_the_rate_of_its_data_sheet(name: str, tflops: float | None) -> None:
+    flops = specified_flops(name)
+    if tflops is None:
+        assert flops is None
+    else:
+        assert flops == tflops * 1e12
+
+
+def test_larger_products_are_measured_until_one_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+        sizes.append(len(left))
+        return {8: 1e-4, 16: 2e-3}[len(left)]
+
+    monkeypatch.setattr(peak_flops, "SIZES", (8, 16, 32))
+    monkeypatch.setattr(peak_flops, "_seconds", seconds)
+
+    assert measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 16**3 / 2e-3)
+    assert 32 not in sizes

@@ -1,0 +1,94 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config, cross_check, new_run_problems
+from hpcdist.errors import ConfigError
+from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
+
+
+def config_of(text: str, tmp_path: Path) -> Config:
+    file = tmp_path / "lm.yaml"
+    file.write_text(f"trainer: lm\n{text}")
+    return load_config(file)
+
+
+def with_mesh(**sizes: int) -> Config:
+    loaded = load_config("lm_small")
+    return replace(loaded, sections={"lm": replace(loaded.section(LmConfig), mesh=LmMeshConfig(**sizes))})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("data: {batch_size: 8}", "data.global_batch_size: trainer lm needs the windows of a step on all ranks"),
+        ("elastic: {micro_batches: 2}", "elastic.micro_batches is not for trainer lm, which has lm.micro_batch_size"),
+        ("elastic: {exact: true}", "elastic.exact is not for trainer lm"),
+        ("launch: {fit_batch: true}", "launch.fit_batch is not for trainer lm"),
+        ("precision: {dtype: fp16}", "precision.dtype=fp16 is not for trainer lm: use bf16"),
+        ("model: {name: resnet18}", "model.name=resnet18 is not for trainer lm, whose sizes are in lm.model"),
+    ],
+)
+def test_keys_for_other_trainers_are_refused(section: str, message: str, tmp_path: Path) -> None:
+    text = section
+    if not section.startswith("data"):
+        text = f"{section}\ndata: {{global_batch_size: 8}}"
+    with pytest.raises(ConfigError, match=message):
+        config_of(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lm", "key"),
+    [
+        ("model: {num_heads: 6, hidden_size: 96}, mesh: {tensor: 4}", "lm.model.num_heads=6"),
+        ("model: {num_kv_heads: 2}, mesh: {tensor: 4}", "lm.model.num_kv_heads=2"),
+        ("model: {intermediate_size: 90}, mesh: {tensor: 4}", "lm.model.intermediate_size=90"),
+        ("sequence_length: 250, mesh: {tensor: 4}", "lm.sequence_length=250"),
+    ],
+)
+def test_what_tensor_ranks_cannot_divide_is_refused(lm: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"lm.mesh.tensor=4 must divide {key}, which its ranks share"):
+        config_of(f"lm: {{{lm}}}\ndata: {{global_batch_size: 8}}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "resolved"),
+    [
+        ({}, 4, (1, 4, 1)),
+        ({"replicate": -1, "shard": 2}, 8, (4, 2, 1)),
+        ({"tensor": 2}, 8, (1, 4, 2)),
+        ({"replicate": 2, "shard": 1, "tensor": 2}, 4, (2, 1, 2)),
+    ],
+)
+def test_the_rest_of_the_ranks_is_one_size(sizes: Any, num_ranks: int, resolved: tuple[int, ...]) -> None:
+    assert tuple(LmMeshConfig(**sizes).resolve(num_ranks).values()) == resolved
+
+
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shard: 2, tensor: 2\} is for 4 ranks, but the run has 3: change a size"):
+        LmMeshConfig(shard=2, tensor=2).resolve(3)
+    with pytest.raises(ConfigError, match=r"tensor: 2\} needs a multiple of 2 ranks, but the run has 3"):
+        LmMeshConfig(tensor=2).resolve(3)
+    with pytest.raises(ValueError, match="shard must be -1 or >= 1, got 0"):
+        LmMeshConfig(shard=0)
+    with pytest.raises(ValueError, match="replicate: only one size may be -1, but replicate and shard are"):
+        LmMeshConfig(replicate=-1)
+
+
+def test_a_new_run_checks_its_ranks_before_they_start() -> None:
+    assert new_run_problems(with_mesh(tensor=2), num_ranks=3)[0].startswith("lm.mesh={")
+    assert new_run_problems(with_mesh(tensor=2), num_ranks=0) == []
+    # 16 windows are no multiple of 3 ranks.
+    assert new_run_problems(with_mesh(), num_ranks=3) == []
+    assert cross_check(with_mesh()) == []
+
+
+def test_flops_are_those_of_products_and_attention() -> None:
+    model = LmModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=100)
+    products = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 100) + 50 * 64
+    norms = 2 * 2 * 64 + 64
+    attention = 2 * 2 * 2 * 64 * 10 // 2  # scores and values, of half of 10 positions on average
+    assert model.flops_per_token(50, 10) == 6 * (products + norms) + 3 * attention
