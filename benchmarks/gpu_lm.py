@@ -1,12 +1,12 @@
-"""Tokens per second and model FLOPs utilisation of a decoder with 1 B parameters, trained by hpcdist on one GPU.
+"""Speed of the trainer lm with 1.1 B parameters on one GPU, sharded by FSDP2 and plain, and the stall of a checkpoint.
 
-    PYTHONPATH=. python benchmarks/gpu_lm.py cuda|cpu
+    PYTHONPATH=. python benchmarks/gpu_lm.py cuda|cpu [stall]
 
-bf16 autocast, torch.compile, fused AdamW, sequences of 2,048 random tokens. Before it, the rate of a bf16 product of
-random matrices of 8,192², which bounds every model on this GPU. MFU counts 6 FLOPs per parameter and token, and 12 per
-layer, position and hidden unit for attention, half of it as it is causal (PaLM, https://arxiv.org/abs/2204.02311,
-appendix B), over the data sheet's 989 TFLOPS of an H100 or H200 SXM. Prints one JSON object per line, as soon as a
-figure is known.
+The sizes are those of `configs/lm_1b.yaml`, the step is the trainer's: bf16, torch.compile, fused AdamW, clipping, on
+random tokens. Before it, the rate of a bf16 product of random matrices, which bounds every model on this GPU. `plain`
+is the same model as a usual module under autocast. MFU counts the FLOPs of `LmModelConfig.flops_per_token` over those
+of the data sheet. With `stall`, it saves model and optimizer (13 GB) by `ctx.save` and by `torch.save` instead. Prints
+one JSON object per line, as soon as a figure is known.
 """
 
 from __future__ import annotations
@@ -17,130 +17,174 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from hpcdist import Config, Context
+from hpcdist.config.loading import load_config
+from hpcdist.rank.peak_flops import measured_flops, specified_flops
+from hpcdist.rank.training_loop import build_optimizer
+from hpcdist.trainers.lm import LmConfig, LmModelConfig
+from hpcdist.trainers.lm.model import Decoder
+from hpcdist.trainers.lm.parallel import parallelize
+from hpcdist.trainers.lm.train import Pass, next_token_loss, parameter_groups, train_step
 
-DATA_SHEET_TFLOPS = 989.0  #: bf16 without sparsity
 WARM_UP, STEPS = 6, 24
+#: Rows of the embedding, by the type of the device.
+VOCAB_SIZES = {"cuda": 32_768, "cpu": 256}
+#: On a CPU, to try the program.
+SMALL = LmModelConfig(hidden_size=64, num_layers=2, intermediate_size=128)
+#: The first save allocates host memory; the last one counts.
+NUM_SAVES = 3
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the decoder and of a batch."""
-
-    hidden: int
-    layers: int
-    vocabulary: int
-    batch: int
-    sequence: int
-    head: int = 128
-
-
-SHAPES = {"cuda": Shape(2048, 18, 32_000, 8, 2048), "cpu": Shape(128, 2, 100, 2, 64)}
-
-
-class Block(nn.Module):
-    """A pre-norm layer of causal attention and an MLP."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, self.head = shape.hidden, shape.head
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        heads = self.qkv(self.norms[0](hidden)).view(batch, length, 3, -1, self.head).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        added: Tensor = self.down(F.gelu(self.up(self.norms[1](hidden)), approximate="tanh"))
-        return hidden + added
-
-
-class Decoder(nn.Module):
-    """Returns the mean loss of the next tokens of `tokens` [batch, sequence + 1]."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.hidden)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens[:, :-1])
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = F.linear(self.norm(hidden), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def train(ctx: Context, cfg: Config) -> None:
-    """Train on random tokens; write the figures to `params.out`."""
-    shape = SHAPES[ctx.device.type]
+def build(ctx: Context, cfg: Config, sizes: LmModelConfig, *, is_sharded: bool) -> tuple[Decoder, Optimizer]:
+    """Return the model with its weights, and its optimizer."""
     on_gpu = ctx.device.type == "cuda"
-    module = Decoder(shape).to(ctx.device)
-    num_parameters = sum(one.numel() for one in module.parameters())
-    if on_gpu:
-        module.compile()
-    model = ctx.wrap(module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), device=ctx.device)
+    with torch.device("meta"):
+        model = Decoder(sizes, VOCAB_SIZES[ctx.device.type])
+    if is_sharded:
+        mesh = ctx.mesh(replicate=1, shard=-1, tensor=1)
+        parallelize(model, mesh, in_bf16=True, is_compiled=on_gpu)
+    elif on_gpu:
+        for block in model.model.layers:
+            block.forward = torch.compile(block.forward)
+    model.to_empty(device=ctx.device)
+    model.init_weights(0)
+    return model, build_optimizer(parameter_groups(model, cfg.optim), cfg.optim)
+
+
+def step_seconds(ctx: Context, cfg: Config, lm: LmConfig, model: Decoder, optimizer: Optimizer) -> float:
+    """Return the median time of a step."""
+    loss_of = next_token_loss
+    if ctx.device.type == "cuda":
+        loss_of = torch.compile(next_token_loss)
+    tokens = torch.randint(model.vocab_size, (lm.micro_batch_size or 1, lm.sequence_length + 1), device=ctx.device)
+    passes = [Pass(tokens, len(tokens), 1.0)]
+    seconds = []
+    for step in range(1, STEPS + 1):
+        began = time.perf_counter()
+        loss_sum, _, _ = train_step(model, optimizer, passes, loss_of, cfg.optim.max_grad_norm)
+        value = loss_sum.item()  # waits for the device
+        ctx.log({"train/loss": value}, step)
+        if step > WARM_UP:
+            seconds.append(time.perf_counter() - began)
+        ctx.should_stop(step, STEPS)
+    return statistics.median(seconds)
+
+
+def plain_step_seconds(ctx: Context, cfg: Config, lm: LmConfig, model: Decoder, optimizer: Optimizer) -> float:
+    """Return the median time of a step of a usual loop under autocast."""
+    loss_of: Callable[[Tensor, Tensor], Tensor] = next_token_loss
+    if ctx.device.type == "cuda":
+        loss_of = torch.compile(next_token_loss)
+    tokens = torch.randint(model.vocab_size, (lm.micro_batch_size or 1, lm.sequence_length + 1), device=ctx.device)
     seconds = []
     for step in range(1, STEPS + 1):
         began = time.perf_counter()
         with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
-            loss = model(tokens)
+            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm or 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        value = loss.item()  # waits for the device
-        ctx.log({"train/loss": value}, step)
+        optimizer.zero_grad()
+        loss.item()
         if step > WARM_UP:
             seconds.append(time.perf_counter() - began)
-        if ctx.should_stop(step, STEPS):
-            return
-    num_tokens = shape.batch * shape.sequence
-    attention = 12 * shape.layers * shape.hidden * shape.sequence // 2
-    rate = num_tokens / statistics.median(seconds)
-    tflops = rate * (6 * num_parameters + attention) / 1e12
-    figures = {"parameters": num_parameters, "tokens_per_s": round(rate), "model_tflops": round(tflops, 1),
-               "mfu": round(tflops / DATA_SHEET_TFLOPS, 3)}  # fmt: skip
-    Path(cfg.params["out"]).write_text(json.dumps(figures))
+    return statistics.median(seconds)
 
 
-def matmul_tflops(size: int = 8192, repeat: int = 30) -> float:
-    """Return the median rate of a bf16 product of random matrices on the current GPU."""
-    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    rates: list[float] = []
-    for _ in range(repeat):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        left @ right
-        end.record()
-        end.synchronize()
-        rates.append(2 * size**3 / begin.elapsed_time(end) / 1e9)
-    return statistics.median(rates[5:])
+def speed(ctx: Context, cfg: Config, lm: LmConfig, report: Callable[[dict[str, Any]], None]) -> None:
+    """Report tokens per second and MFU, sharded and plain."""
+    vocab_size = VOCAB_SIZES[ctx.device.type]
+    flops = lm.model.flops_per_token(vocab_size, lm.sequence_length)
+    bound = measured_flops(ctx.device, torch.bfloat16)
+    report({"matmul_tflops": round(bound / 1e12, 1)})
+    if ctx.device.type == "cuda":
+        bound = specified_flops(torch.cuda.get_device_name()) or bound
+    num_tokens = (lm.micro_batch_size or 1) * lm.sequence_length
+    rates = []
+    for is_sharded in (True, False):
+        model, optimizer = build(ctx, cfg, lm.model, is_sharded=is_sharded)
+        measure = plain_step_seconds
+        if is_sharded:
+            measure = step_seconds
+        rate = num_tokens / measure(ctx, cfg, lm, model, optimizer)
+        rates.append(rate)
+        figures = {"tokens_per_s": round(rate), "model_tflops": round(rate * flops / 1e12, 1),
+                   "mfu": round(rate * flops / bound, 3)}  # fmt: skip
+        if ctx.device.type == "cuda":
+            figures["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+            torch.cuda.reset_peak_memory_stats()
+        if not is_sharded:
+            figures = {f"plain_{name}": value for name, value in figures.items()}
+        report({"parameters": lm.model.num_parameters(vocab_size), **figures})
+        del model, optimizer
+        if ctx.device.type == "cuda":
+            torch.cuda.empty_cache()
+    report({"fsdp2_over_plain": round(rates[0] / rates[1], 3)})
+
+
+def stall(ctx: Context, cfg: Config, lm: LmConfig, report: Callable[[dict[str, Any]], None]) -> None:
+    """Report how long `ctx.save` and `torch.save` stop the training."""
+    model, optimizer = build(ctx, cfg, lm.model, is_sharded=True)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    for step in range(1, NUM_SAVES + 1):
+        began = time.perf_counter()
+        ctx.save(step, model=model, optimizer=optimizer)
+        seconds = time.perf_counter() - began
+        manifest = ctx.run.checkpoints / f"step-{step:08d}"
+        while not manifest.exists():  # until it is on disk
+            time.sleep(0.1)
+            ctx.timer.alive()
+        report({f"save_{step}_s": round(seconds, 3), "until_durable_s": round(time.perf_counter() - began, 2)})
+    began = time.perf_counter()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, ctx.run.path / "plain.pt")
+    torch_seconds = time.perf_counter() - began
+    (ctx.run.path / "plain.pt").unlink()
+    report({"torch_save_s": round(torch_seconds, 2), "over_torch_save": round(seconds / torch_seconds, 4)})
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Append the figures to `params.out`."""
+    lm = load_config("lm_1b").section(LmConfig)
+    if ctx.device.type == "cpu":
+        lm = LmConfig(model=SMALL, sequence_length=64, micro_batch_size=2)
+
+    def report(figures: dict[str, Any]) -> None:
+        with Path(cfg.params["out"]).open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+    measure = speed
+    if cfg.params["part"] == "stall":
+        measure = stall
+    measure(ctx, cfg, lm, report)
 
 
 def main() -> int:
     device = sys.argv[1]
-    if device == "cuda":
-        print(json.dumps({"matmul_tflops": round(matmul_tflops(), 1)}), flush=True)
+    part = "speed"
+    if "stall" in sys.argv:
+        part = "stall"
     with tempfile.TemporaryDirectory(prefix="gpu_lm-") as name:
-        folder, out = Path(name), Path(name, "figures.json")
+        folder, out = Path(name), Path(name, "figures.jsonl")
         (folder / "gpu_lm.py").write_text(Path(__file__).read_text())
-        (folder / "lm.yaml").write_text("experiment: lm\ntrainer: gpu_lm:train\nlaunch: {max_restarts: 0}\n")
-        options = [f"launch.device={device}", f"params.out={out}", f"runs_dir={folder}/runs", "tracking.uri=''"]
-        command = [sys.executable, "-m", "hpcdist", "run", "lm.yaml", *options]
+        (folder / "lm.yaml").write_text(
+            "experiment: lm\ntrainer: gpu_lm:train\nlaunch: {max_restarts: 0, num_ranks: 1}\n"
+            "optim: {name: adamw, lr: 0.0001, max_grad_norm: 1.0}\ncheckpoint: {keep_last: 2}\n"
+        )
+        options = [f"launch.device={device}", f"params.out={out}", f"params.part={part}", f"runs_dir={folder}/runs"]
+        command = [sys.executable, "-m", "hpcdist", "run", "lm.yaml", *options, "tracking.uri=''"]
         done = subprocess.run(command, cwd=folder, check=False)
-        if done.returncode == 0:
+        if out.exists():
             print(out.read_text(), flush=True)
     return done.returncode
 

@@ -59,6 +59,7 @@ MEASURED_INSTEAD = {
 }
 #: Scripts whose results are in the notes of RESULTS.md, and where their JSON has a figure.
 BY_HAND = {
+    "lm": (("--rounds", "1", "--steps", "1"), ("bare_over_ours",)),
     "elastic": (("--rounds", "1", "--ranks", "2", "--steps", "1"), ("elastic, exact, wide, 2 ranks", "cpu_over_ddp")),
     "million_records": (("--records", "1000", "--stores", "sqlite"), ("rows", "sqlite, shipper", "over_log_batch")),
 }
