@@ -6,7 +6,7 @@ Nothing in the files is executed: tensors are read with `torch.load(weights_only
 import json
 import logging
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -15,16 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.sharded import is_sharded
+from hpcdist.checkpoint.sharded import copy_overlap, targets_of
 from hpcdist.checkpoint.state import clean_names
 from hpcdist.checkpoint.store import load_file
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.training_schema import ModelConfig
-from hpcdist.errors import CheckpointError, ConfigError, TrainerError, few, plural
+from hpcdist.errors import CheckpointError, ConfigError, few, plural
 from hpcdist.host.image_identity import install_command
 from hpcdist.run.checkpoint_files import MODEL_FILE, PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.weight_files import KEY, WEIGHTS_NAME, WeightOrigin, read_origin_of_weights
+from hpcdist.run.weight_files import (
+    HUGGING_FACE_INDEX,
+    HUGGING_FACE_WEIGHTS,
+    KEY,
+    WEIGHTS_NAME,
+    WeightOrigin,
+    read_origin_of_weights,
+    require_unchanged_links,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +42,8 @@ WRAPPERS = ("module", "_orig_mod")
 STATE_DICT_KEYS = ("model_state_dict", "state_dict", "model")
 #: Batch normalisation counts its batches, but uses the number only with `momentum=None`: older files lack it.
 COUNTER = "num_batches_tracked"
+#: Older files of Llama have a table that follows from the config.
+ROTARY_TABLE = "rotary_emb.inv_freq"
 #: Data types in a program of torch.export, by the numbers of its format.
 _PROGRAM_DTYPES = {
     1: torch.uint8,
@@ -64,11 +74,14 @@ def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping
     origin = read_origin_of_weights(run)
     if origin is None:
         raise ConfigError(f"{KEY}: {run.init_from} has no weights: the run was started without this key")
+    require_unchanged_links(run.init_from)
     try:
         weights = read_weights(run.init_from)
     except CheckpointError as error:
         raise ConfigError(f"{KEY}: {origin.found}: {error}") from error
     wanted = wanted_shapes(module)
+    for name in _tied_to_others(module, {bare_name(name, wanted) for name in weights}):
+        del wanted[name]
     fitting = fitted(weights, wanted, cfg.init_from_skip, origin)
     left = [name for name in wanted if name not in fitting]
     text = f"starts from {len(fitting)} of {plural(len(wanted), 'tensor')} of {origin.found}"
@@ -79,21 +92,39 @@ def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping
 
 
 def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights by the names of the bare model into a module; other weights of the module stay as they are."""
+    """Copy weights by the names of the bare model into a module; other weights of the module stay as they are.
+
+    Of a weight that is sharded over ranks (DTensor) each rank copies its own box: of mapped files it reads only that.
+    """
     state = module.state_dict()
-    with torch.no_grad():
-        for key, name in clean_names(module).items():
-            if name in weights:
-                state[key].copy_(weights[name])
+    for key, name in clean_names(module).items():
+        targets = targets_of(state[key])
+        if targets and name in weights:
+            whole = weights[name]
+            for target in targets:
+                copy_overlap(whole, (0,) * whole.dim(), target)
+
+
+def _tied_to_others(module: nn.Module, found: Collection[str]) -> list[str]:
+    """Return the names that are not found, of weights that are found under another name.
+
+    Hugging Face's format stores a weight once, such as that of a tied embedding.
+    """
+    names: dict[int, list[str]] = {}
+    clean = clean_names(module)
+    for key, weight in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(clean.get(key, key))
+    tied = []
+    for same in names.values():
+        missing = [name for name in same if name not in found]
+        if len(missing) < len(same):
+            tied += missing
+    return tied
 
 
 def wanted_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of a model's weights by the names of the bare model. Raises TrainerError if it is sharded."""
+    """Return the shapes of a model's weights by the names of the bare model, of sharded ones those of the whole."""
     state = module.state_dict()
-    if is_sharded(state):
-        raise TrainerError(
-            "ctx.init_from: the model is sharded over ranks (DTensor): call it before fully_shard or parallelize_module"
-        )
     return {name: state[key].shape for key, name in clean_names(module).items() if isinstance(state[key], Tensor)}
 
 
@@ -124,7 +155,8 @@ def fitted(
         elif found[name] != tuple(shape):
             problems[name] = f"{name} is {list(found[name])} in the weights, {list(shape)} in the model"
     for name, found_shape in found.items():
-        if name not in wanted and not is_skipped(name):
+        is_known = name in wanted or name.endswith(ROTARY_TABLE)
+        if not is_known and not is_skipped(name):
             problems[name] = f"{name} {list(found_shape)} of the weights is not in the model"
     if problems:
         parts = sorted({name.rpartition(".")[0] or name for name in problems})
@@ -190,6 +222,8 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
     readers: dict[str, Callable[[Path], Mapping[str, Tensor]]] = {
         f"{WEIGHTS_NAME}.pt": _torch_weights,
         f"{WEIGHTS_NAME}.safetensors": _safetensors_weights,
+        HUGGING_FACE_INDEX: _indexed_weights,
+        HUGGING_FACE_WEIGHTS: _safetensors_weights,
         MODEL_FILE: _checkpoint_weights,
         PROGRAM_FILE: _program_weights,
     }
@@ -226,9 +260,16 @@ def _safetensors_weights(path: Path) -> dict[str, Tensor]:
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path.name} needs the package safetensors: run {install_command('export')}") from error
     try:
-        return load_safetensors(path)
+        return load_safetensors(path)  # mapped into memory: pages are read when a tensor is copied
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+
+
+def _indexed_weights(index: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in sorted(index.parent.glob("*.safetensors")):
+        weights |= _safetensors_weights(path)
+    return weights
 
 
 def _checkpoint_weights(path: Path) -> Mapping[str, Tensor]:

@@ -267,6 +267,8 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
     weights = Path(config.model.init_from)
     if weights.is_absolute() and weights.exists():  # otherwise the name of a run or model, or an error inside
         shown.append(weights)
+        if weights.is_dir():  # in the cache of Hugging Face's hub, the files are links to another folder
+            shown += sorted({file.resolve().parent for file in weights.iterdir() if file.is_symlink()})
     mounts = [*spec.mounts, *(Mount(source=str(path), target=str(path)) for path in shown)]
     spec = replace(spec, mounts=without_nested(mounts))
     if spec.gpus and facts:

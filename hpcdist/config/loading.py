@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import json
 import math
 import os
 import re
@@ -22,9 +23,10 @@ from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, 
 from hpcdist.config.section import map_paths
 from hpcdist.config.slurm_notation import minutes_of
 from hpcdist.config.trainer_declaration import find_trainer, trainer_sections
-from hpcdist.config.training_schema import WEIGHT_SUFFIXES
+from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, WEIGHT_SUFFIXES
 from hpcdist.config.written import restore_secrets, stored_document, with_params
 from hpcdist.errors import ConfigError, shown
+from hpcdist.host.files import read_regular
 from hpcdist.host.json_files import unstamped
 
 #: The origin of values that are not from the config file: the command line or the path of a profile. Keys are dotted
@@ -144,7 +146,7 @@ def _with_overrides(
     with _hidden_values(tree):
         malformed = _add_overrides(overrides, tree, origins)
         try:
-            config = _resolve(_merge(tree, malformed, source), source)
+            config = _resolve(_merge(tree, malformed, source, is_new=code is not None), source)
             config = replace(config, param_texts=_overridden_texts(texts, overrides))
             if code is None:
                 return config
@@ -220,8 +222,12 @@ def _read_profile(path: Path) -> dict[str, Any]:
     return unstamped(as_written(tree, texts), path)  # for its section `container`
 
 
-def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Config:
-    """Return the config of plain containers, with interpolations resolved. Raises ConfigError."""
+def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str, *, is_new: bool) -> Config:
+    """Return the config of plain containers, with interpolations resolved. Raises ConfigError.
+
+    Args:
+        is_new: whether the config is for a new run, which takes the sizes of a model from its weights.
+    """
     problems = list(malformed)
     document.expand_short_forms(tree)
     unfit = list(document.unfit_values(tree))
@@ -231,6 +237,8 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
     secret_texts: SecretTexts = {}
     resolved = _interpolated(merged, problems, secret_texts)
     document.split_gpus(resolved.get("cluster"))
+    if is_new:
+        problems += _add_values_of_weights(resolved, tree)
     config, mistakes = convert(resolved)
     for mistake in mistakes:
         if isinstance(mistake, str):
@@ -250,6 +258,37 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
         monitor = (tree.get("checkpoint") or {}).get("monitor", "")
         config = replace(config, checkpoint=replace(config.checkpoint, monitor=monitor))
     return config
+
+
+def _add_values_of_weights(resolved: dict[str, Any], tree: Mapping[str, Any]) -> list[str]:
+    """Set the keys that the weights of `model.init_from` determine; return a line for each that `tree` contradicts.
+
+    These are keys of a shipped trainer's section, such as the sizes of a model in Hugging Face's format.
+    """
+    name = _at(resolved, ("trainer", "target"))
+    source = _at(resolved, ("model", "init_from"))
+    if not isinstance(name, str) or not isinstance(source, str) or not source:
+        return []
+    trainer = find_trainer(name)
+    path = Path(os.path.expanduser(source), HUGGING_FACE_CONFIG)
+    if trainer is None or trainer.values_of_weights is None or not path.is_file():
+        return []
+    try:
+        content = json.loads(read_regular(path, document.MAX_BYTES))
+        values = trainer.values_of_weights(content)
+    except ConfigError as error:
+        return [f"model.init_from: {path}: {line}" for line in error.problems]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return [f"model.init_from: {path} cannot be read ({type(error).__name__}: {str(error)[:200]})"]
+    problems = []
+    for keys, value in document.leaves(values):
+        written = _at(resolved, (name, *keys))
+        if _at(tree, (name, *keys)) is None:
+            document.insert(resolved, [name, *keys], value)
+        elif written != value:
+            key = ".".join((name, *keys))
+            problems.append(f"{key} is {shown(written)}, but the model in {path.parent} has {shown(value)}: remove it")
+    return problems
 
 
 def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Origins) -> list[str]:
@@ -478,7 +517,8 @@ def _resolve(config: Config, source: str) -> Config:
         "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
     }
     weights = config.model.init_from
-    if weights.endswith(WEIGHT_SUFFIXES) or weights.startswith(("/", "./", "../", "~")):  # otherwise the name of a run
+    looks_like_path = weights.endswith(WEIGHT_SUFFIXES) or weights.startswith(("/", "./", "../", "~"))
+    if looks_like_path or (weights and Path(weights, HUGGING_FACE_CONFIG).is_file()):  # otherwise the name of a run
         changes["model"] = replace(config.model, init_from=absolute("model.init_from", weights))
     path = config.trainer.script_file
     if path is not None:

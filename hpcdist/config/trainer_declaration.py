@@ -51,6 +51,12 @@ class Trainer:
     """The keys that a resume cannot change, because they determine the content of a checkpoint."""
     module_key: str = ""
     """A key of its section that may be `module:name`, with a module of the user's own; empty if there is none."""
+    values_of_weights: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """Return the values of its section that the `config.json` of a model in Hugging Face's format determines."""
+    hugging_face_config: Callable[[Any, Any, Mapping[str, Any]], dict[str, Any]] | None = None
+    """Return the `config.json` of its model in Hugging Face's format, from `Config`, `RunDir` and exported weights."""
+    exported_weights: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """Return the weights of an export from the `Config` and those of a checkpoint; None exports the latter."""
     charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
     is_benchmark: bool = False

@@ -58,6 +58,8 @@ def _is_module_name(text: str) -> bool:
 
 #: Endings of the files that `model.init_from` reads.
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
+#: A folder with this file is a model in Hugging Face's format.
+HUGGING_FACE_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class ModelConfig(ConfigSection):
     compile: bool = False
     """Compile the model with torch.compile; the names in checkpoints do not change."""
     init_from: str = ""
-    """Start from weights: a `.pt`, `.pth` or `.safetensors` file, a checkpoint, a run, or `models:/NAME@ALIAS`."""
+    """Start from a `.pt`, `.pth` or `.safetensors` file, a Hugging Face folder, a checkpoint, a run or `models:/…`."""
     init_from_skip: list[str] = field(default_factory=list)
     """Patterns of the weights that `init_from` leaves out, such as `[fc.*]` for a new head."""
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -320,20 +320,23 @@ class Context:
         else:
             self._heartbeat.note_logged({}, step)
 
-    def init_from(self, module: nn.Module) -> None:
+    def init_from(self, module: nn.Module, skip: Sequence[str] = ()) -> None:
         """Load the weights that `model.init_from` names into a module, unless the run continues from a checkpoint.
 
-        Call it on every rank, before the module is sharded and before `steps` or `restore`; after `restore`, any rank
-        may call it alone. Without `model.init_from`, and with a checkpoint, the call has no effect.
+        Call it on every rank, before `steps` or `restore`; after `restore`, any rank may call it alone. Without
+        `model.init_from`, and with a checkpoint, the call has no effect.
 
         Args:
-            module: the model, wrapped or bare.
+            module: the model, wrapped or bare. If it is sharded over ranks (DTensor), each rank reads its own part.
+            skip: patterns of weights that the trainer itself initialises, besides those of `model.init_from_skip`.
 
         Raises ConfigError if a name or shape does not fit; `model.init_from_skip` leaves weights out.
         """
         self._has_init = True
         if self._config.model.init_from and not self._newest_checkpoint():
-            load_into(module, initial_weights(self.run, module, self._config.model))
+            model = self._config.model
+            model = replace(model, init_from_skip=[*model.init_from_skip, *skip])
+            load_into(module, initial_weights(self.run, module, model))
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Export the final model for `mlflow.pytorch.load_model`. Only rank 0 writes; the others need not wait for it.

@@ -1,4 +1,4 @@
-"""Find the weights that `model.init_from` names: a file, a checkpoint, a run, or a model in MLflow.
+"""Find the weights that `model.init_from` names: a file, a folder, a checkpoint, a run, or a model in MLflow.
 
 This happens once, before the run exists, so that a mistake is an error of the command. Ranks read the copy in the run's
 folder (`run/weight_files.py`). No torch is needed: a login node may have none.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.config.schema import Config
-from hpcdist.config.training_schema import WEIGHT_SUFFIXES
+from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, WEIGHT_SUFFIXES
 from hpcdist.config.written import read_stored
 from hpcdist.errors import ConfigError, RunFolderError, TrackingError, few
 from hpcdist.host.json_files import read_json
@@ -28,6 +28,7 @@ from hpcdist.run.weight_files import (
     LocalWeights,
     WeightOrigin,
     WeightSource,
+    hugging_face_weights,
     weight_file,
 )
 from hpcdist.tracking.uri import resolve_uri
@@ -59,6 +60,8 @@ def find_weights(config: Config, env: Mapping[str, str]) -> WeightSource | None:
         return weight_file(source)
     if (path / MANIFEST_FILE).is_file():
         return checkpoint_weights(source, path)
+    if (path / HUGGING_FACE_CONFIG).is_file():
+        return hugging_face_weights(source)
     try:
         run = resolve_run(source, Path(config.runs_dir))
     except RunFolderError as error:

@@ -1,11 +1,14 @@
 """The weights of `model.init_from`: the formats of their files, and how they fit a model."""
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file as save_safetensors
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.initial_weights import fitted, initial_weights, load_into, read_weights, wanted_shapes
@@ -18,7 +21,7 @@ from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.weight_files import LocalWeights, WeightOrigin, weight_file
+from hpcdist.run.weight_files import LocalWeights, WeightOrigin, hugging_face_weights, weight_file
 from hpcdist.tracking.weight_source import checkpoint_weights
 
 ORIGIN = WeightOrigin(source="old.pth", found="file old.pth")
@@ -46,8 +49,6 @@ def test_state_dict_is_read_from_each_format(tmp_path: Path, kind: str) -> None:
     expected = network().state_dict()
     file = tmp_path / f"weights.{kind.rpartition(' ')[2]}"
     if kind == "safetensors":
-        from safetensors.torch import save_file as save_safetensors
-
         save_safetensors(expected, file)
     else:
         torch.save(expected, file, _use_new_zipfile_serialization=kind != "old pth")
@@ -253,3 +254,109 @@ def test_weights_of_shards_are_read_when_they_are_copied(tmp_path: Path, monkeyp
     load_into(model, fitting)
     assert num_read == len(expected)
     assert_equal(model.state_dict(), expected)
+
+
+# --- Folders in Hugging Face's format
+
+
+class Tied(nn.Module):
+    """A model whose two tables are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def hugging_face_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for name, tensors in files.items():
+        save_safetensors(dict(tensors), folder / name)
+    if "model.safetensors" not in files:
+        places = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_hugging_face_folder_of_several_files_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_linked: bool
+) -> None:
+    first, second = {"a": torch.ones(2)}, {"b": torch.zeros(3)}
+    folder = hugging_face_folder(tmp_path / "hf", {"model-1.safetensors": first, "model-2.safetensors": second})
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "optimizer.bin").touch()
+    if not is_linked:  # as on another file system
+        monkeypatch.setattr(os, "link", lambda *args: os.stat(tmp_path / "missing"))
+    assert_equal(copied(hugging_face_weights(str(folder)), tmp_path), first | second)
+    copy = tmp_path / "init_from"
+    assert os.path.samefile(copy / "model-1.safetensors", folder / "model-1.safetensors") == is_linked
+    assert sorted(path.name for path in copy.iterdir()) == [
+        *("config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "source.json"),
+        "tokenizer.json",
+    ]
+
+
+def test_link_to_a_cached_file_leads_to_the_file(tmp_path: Path) -> None:
+    folder = hugging_face_folder(tmp_path / "hf", {"model.safetensors": {"a": torch.ones(2)}})
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to("../blob")
+    assert_equal(copied(hugging_face_weights(str(folder)), tmp_path), {"a": torch.ones(2)})
+    assert not (tmp_path / "init_from" / "model.safetensors").is_symlink()
+
+
+def test_linked_file_that_was_overwritten_is_an_error(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    model = nn.Linear(2, 1, bias=False)
+    folder = hugging_face_folder(tmp_path / "hf", {"model.safetensors": model.state_dict()})
+    hugging_face_weights(str(folder)).copy_to(run.init_from)
+    cfg = ModelConfig(init_from=str(folder))
+    assert_equal(initial_weights(run, model, cfg), model.state_dict())
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    message = rf"^model.init_from: model.safetensors in {folder} was overwritten after the run had been created: start "
+    with pytest.raises(ConfigError, match=message):
+        initial_weights(run, model, cfg)
+
+
+def test_tied_weight_may_be_stored_once(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    stored = {"embed.weight": torch.full((4, 3), 2.0), "layers.0.rotary_emb.inv_freq": torch.ones(1)}
+    folder = hugging_face_folder(tmp_path / "hf", {"model.safetensors": stored})
+    hugging_face_weights(str(folder)).copy_to(run.init_from)
+    model = Tied()
+    load_into(model, initial_weights(run, model, ModelConfig(init_from=str(folder))))
+    assert torch.equal(model.head.weight, stored["embed.weight"])
+    untied = Tied()
+    untied.head = nn.Linear(3, 4, bias=False)
+    with pytest.raises(ConfigError, match=r"head.weight \[4, 3\] of the model is missing in the weights"):
+        initial_weights(run, untied, ModelConfig(init_from=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (
+            {"pytorch_model.bin": b""},
+            r"{folder} has no model.safetensors, only pytorch_model.bin: write one with trans",
+        ),
+        ({}, r"{folder} has no model.safetensors: write one with transformers, model.save_pretrained\(folder\)"),
+        ({"model.safetensors": b"<html>"}, r"{folder}/model.safetensors is not a safetensors file: was it downloaded"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "a.safetensors"}}'},
+            r"{folder}/a.safetensors cannot be read: No such file or directory$",
+        ),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "../a.safetensors"}}'},
+            r"{folder}/model.safetensors.index.json cannot be read \(ValueError: a name in weight_map is not one of a ",
+        ),
+        ({"model.safetensors.index.json": b"[]"}, r"{folder}/model.safetensors.index.json cannot be read \(TypeError"),
+    ],
+)
+def test_unusable_hugging_face_folder_is_an_error(tmp_path: Path, files: dict[str, bytes], problem: str) -> None:
+    (tmp_path / "config.json").touch()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="^model.init_from: " + problem.replace("{folder}", str(tmp_path))):
+        hugging_face_weights(str(tmp_path))

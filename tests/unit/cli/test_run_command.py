@@ -245,6 +245,12 @@ def test_weights_are_mounted_once_beside_a_config(hpcdist: Cli, podman: Path, tm
     runs = f"{tmp_path}/runs"
     assert mounted("ddp_digits", "model.init_from=./old.pth") == [f"{tmp_path}/old.pth", runs], "cwd is not mounted"
     assert mounted("ddp_digits", "model.init_from=./missing.pth") == [runs], "podman would create a folder"
+    for folder in ("blobs", "snapshot"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs" / "1").write_text("{}")
+    (tmp_path / "snapshot" / "config.json").symlink_to("../blobs/1")
+    expected = [f"{tmp_path}/blobs", runs, f"{tmp_path}/snapshot"]
+    assert mounted("ddp_digits", "model.init_from=./snapshot") == expected, "the links lead to files"
     (tmp_path / "here").mkdir()
     os.chdir(tmp_path / "here")
     config = str(tmp_path / "mine" / "c.yaml")

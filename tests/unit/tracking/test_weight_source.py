@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.checkpoint.initial_weights import read_weights
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
+from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import ConfigError
@@ -208,3 +210,16 @@ def test_model_without_readable_weights_is_an_error(scene: Scene, tmp_path: Path
     (tmp_path / "copies").mkdir()
     with pytest.raises(ConfigError, match=r"^model.init_from=models:/digits@best: MLflow at sqlite:"):
         source.copy_to(tmp_path / "copies" / "init_from")
+
+
+def test_folder_with_a_config_is_one_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "smol"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    origin = origin_of(find(tmp_path, str(folder)), tmp_path)
+    assert (origin.found, len(origin.sha256)) == (f"folder {folder}", 64)
+    assert read_weights(tmp_path / "runs" / "exp" / "second" / "init_from")["weight"].tolist() == [1, 1]
+    monkeypatch.chdir(tmp_path)
+    assert load_config("ddp_digits", ["model.init_from=smol"]).model.init_from == str(folder)
+    assert load_config("ddp_digits", ["model.init_from=first"]).model.init_from == "first"
