@@ -5,7 +5,7 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +18,24 @@ from hpcdist.checkpoint.sharded import is_sharded
 from hpcdist.checkpoint.store import CheckpointStore, Manifest
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.config.trainer_declaration import Trainer
+from hpcdist.config.training_schema import HUGGING_FACE_CONFIG
+from hpcdist.config.written import StoredConfig
 from hpcdist.errors import ExportError
 from hpcdist.host.image_identity import install_command
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.checkpoint_files import EXAMPLE_FILE, PROGRAM_FILE
 from hpcdist.run.folder import RunDir
+from hpcdist.run.weight_files import HUGGING_FACE_EXTRAS, TOKENIZER_CONFIG, TOKENIZER_FILE, TOKENIZER_FOLDER
 
 log = logging.getLogger(__name__)
 
+#: The weight that Hugging Face's format stores as the embedding only, if the config says that they are tied.
+TIED_OUTPUT = "lm_head.weight"
 #: Dimensions of a batch of images: samples, channels, height, width.
 IMAGE_DIMENSIONS = 4
+#: Dimensions of a batch of sequences of tokens: samples, length.
+SEQUENCE_DIMENSIONS = 2
 
 
 def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
@@ -74,14 +83,15 @@ def _write_exported(module: nn.Module, example: torch.Tensor, output: torch.Tens
         free = free_dimensions(module, example)
         sizes = dict.fromkeys(free, torch.export.Dim.AUTO)
         # Otherwise the program of a small image is limited to sizes with which a later layer has one pixel, too.
-        with _config.patch(backed_size_oblivious=free != [0]):  # type: ignore[attr-defined]  # torch adds it at run time
+        has_any_image_size = example.dim() == IMAGE_DIMENSIONS and free != [0]
+        with _config.patch(backed_size_oblivious=has_any_image_size):  # type: ignore[attr-defined]  # torch adds it at run time
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         torch.export.save(program, unfinished / PROGRAM_FILE)
         arrays: dict[str, Any] = {
             "inputs": example.numpy(),
             "outputs": output.numpy(),
             "torch": np.array(torch.__version__),
-            "free": np.array(free),
+            "free": np.array(_free_in(program, free)),
         }
         np.savez(unfinished / EXAMPLE_FILE, **arrays)
         unfinished.rename(run.exported)
@@ -92,20 +102,35 @@ def _write_exported(module: nn.Module, example: torch.Tensor, output: torch.Tens
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _free_in(program: torch.export.ExportedProgram, expected: Sequence[int]) -> list[int]:
+    """Return which dimensions of the input are free in a program: an LSTM, for example, has the length of its input."""
+    (name,) = program.graph_signature.user_inputs
+    placeholder = next(node for node in program.graph.nodes if node.name == name)
+    shape = placeholder.meta["val"].shape
+    return [dimension for dimension in expected if not isinstance(shape[dimension], int)]
+
+
 def free_dimensions(module: nn.Module, example: torch.Tensor) -> list[int]:
     """Return the dimensions of the input that may differ from those of the example in the exported model.
 
-    The number of samples may; height and width of images [N, C, H, W] may if the network takes an image of twice the
-    size. A network with a linear layer for all pixels does not.
+    The number of samples may; height and width of images [N, C, H, W], or the length of sequences of tokens [N, T], may
+    if the network takes an input of twice the size. A network with a linear layer for all pixels does not.
     """
-    if example.dim() != IMAGE_DIMENSIONS:
+    if example.dim() == IMAGE_DIMENSIONS:
+        growing = [2, 3]
+    elif example.dim() == SEQUENCE_DIMENSIONS and not example.is_floating_point():
+        growing = [1]
+    else:
         return [0]
+    repeats = [1] * example.dim()
+    for dimension in growing:
+        repeats[dimension] = 2
     try:
         with torch.no_grad():
-            module(example.repeat(1, 1, 2, 2))
+            module(example.repeat(repeats))
     except RuntimeError:
         return [0]
-    return [0, 2, 3]
+    return [0, *growing]
 
 
 def _pickle_model(module: nn.Module, example: torch.Tensor, output: torch.Tensor, run: RunDir) -> None:
@@ -148,10 +173,11 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
 
 
 # A checkpoint's weights by name, as a file that other programs load without hpcdist: `safetensors` for any framework,
-# `torch` for `torch.load(path, weights_only=True)`. `dcp` is a folder for `torch.distributed.checkpoint.load`.
+# `torch` for `torch.load(path, weights_only=True)`. `dcp` is a folder for `torch.distributed.checkpoint.load`,
+# `huggingface` one for `from_pretrained` of transformers.
 
-Format = Literal["safetensors", "torch", "dcp"]
-SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
+Format = Literal["safetensors", "torch", "dcp", "huggingface"]
+SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp", "huggingface": ""}
 _FORMATS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 #: Longest number that counts as a step: 19 digits are the longest 64-bit integer.
 _MAX_STEP_DIGITS = 19
@@ -216,22 +242,39 @@ def require_package(kind: Format) -> None:
         raise ExportError(f"format safetensors needs a package: run {install_command('export')}")
 
 
-def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> None:
+def write_model(
+    run: RunDir, checkpoint: Manifest, kind: Format, output: Path, stored: StoredConfig | None = None
+) -> None:
     """Write the weights of a checkpoint to a file or folder, under their names in the bare model.
 
-    The formats `safetensors` and `dcp` need memory for the largest tensor only, `torch` for all of them. A safetensors
-    output without an ending is a folder in Hugging Face's layout.
+    The formats `safetensors`, `dcp` and `huggingface` need memory for the largest tensor only, `torch` for all of them;
+    a trainer that changes the weights needs it, too. A safetensors output without an ending is a folder in Hugging
+    Face's layout. The output appears when it is complete.
 
-    The output appears when it is complete. Raises ExportError if it exists, if its folder cannot be written, or if the
-    checkpoint contains no weights.
+    Args:
+        stored: the config of the run, whose trainer may change the weights, and must know the format `huggingface`.
+
+    Raises ExportError if the output exists, if its folder cannot be written, if the checkpoint contains no weights, or
+    if the model has no form in the format.
     """
     from hpcdist.checkpoint import weight_writers
 
+    stored = stored or StoredConfig()
+    trainer = stored.trainer or Trainer()
+    if kind == "huggingface" and trainer.hugging_face_config is None:
+        raise ExportError(
+            f"format huggingface is for language models of trainer lm, and {run.name} has another trainer: choose"
+            " --format safetensors"
+        )
     if output.exists():
         raise ExportError(f"{output} exists: remove it, or choose another --output")
     weights = StoredWeights.of(checkpoint.path)
     if not weights:
         raise ExportError(f"the checkpoint of step {checkpoint.step} of {run.name} contains no weights")
+    if trainer.exported_weights is not None:
+        changed = trainer.exported_weights(stored.config, weights)
+        if changed is not weights:
+            weights = StoredWeights(changed, [])
     try:
         scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent)
     except OSError as error:
@@ -243,9 +286,39 @@ def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -
             weight_writers.write_dcp(weights, file)
         elif kind == "torch":
             torch.save(dict(weights), file)
+        elif trainer.hugging_face_config is not None and kind == "huggingface":
+            document = trainer.hugging_face_config(stored.config, run, weights)
+            if document.get("tie_word_embeddings"):
+                weights = weights.without(TIED_OUTPUT)
+            file.mkdir()
+            weight_writers.write_safetensors_folder(weights, file, metadata)
+            write_json(file / HUGGING_FACE_CONFIG, document)
+            _copy_tokenizer(run, file)
         elif output.suffix:
             weight_writers.write_safetensors(weights, list(weights), file, metadata)
         else:
             file.mkdir()
             weight_writers.write_safetensors_folder(weights, file, metadata)
         file.replace(output)
+
+
+def _copy_tokenizer(run: RunDir, folder: Path) -> None:
+    """Copy the tokenizer of a run, if it has a file, to a folder in Hugging Face's format."""
+    for source in _tokenizer_folders(run):
+        for name in HUGGING_FACE_EXTRAS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    if (folder / TOKENIZER_FILE).is_file():
+        config = read_json(folder / TOKENIZER_CONFIG) or {}
+        # Otherwise transformers takes the class of the architecture, which changes how text is divided.
+        write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+
+
+def _tokenizer_folders(run: RunDir) -> list[Path]:
+    """Return the folders with the files of a run's tokenizer; those of the last one count."""
+    trained_with = run.artifacts / TOKENIZER_FOLDER
+    started_from = run.init_from
+    files = [folder / TOKENIZER_FILE for folder in (trained_with, started_from)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+        return [trained_with]  # the run has another tokenizer than the model from which it started
+    return [trained_with, started_from]  # the files of the latter have more settings

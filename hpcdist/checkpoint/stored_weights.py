@@ -42,6 +42,12 @@ class StoredWeights(Mapping[str, Tensor]):
         """Return whether a tensor is in `model.pt`; otherwise its parts are in shards."""
         return self._tensors[name] is not None
 
+    def without(self, name: str) -> "StoredWeights":
+        """Return these weights without one of them."""
+        rest = StoredWeights({other: tensor for other, tensor in self._tensors.items() if other != name}, [])
+        rest._parts = self._parts
+        return rest
+
     def whole(self, name: str) -> Whole:
         """Return shape and type of a tensor, without reading it."""
         tensor = self._tensors[name]

@@ -429,8 +429,12 @@ def export(
     run: options.OptionalRunName = None,
     *,
     file_format: Annotated[
-        Literal["safetensors", "torch", "dcp"] | None,
-        option("--format", "FORMAT", "safetensors, torch or dcp; by default that of the ending of --output."),
+        Literal["safetensors", "torch", "dcp", "huggingface"] | None,
+        option(
+            "--format",
+            "FORMAT",
+            "safetensors, torch, dcp or huggingface; by default that of the ending of --output.",
+        ),
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -446,19 +450,21 @@ def export(
         option(
             "--output",
             "PATH",
-            "File to write, or with safetensors without an ending, and with dcp, a folder; by default RUN-step-N with"
-            " the format's ending.",
+            "File to write, or a folder with dcp and huggingface, and with safetensors without an ending; by default"
+            " RUN-step-N with the format's ending.",
         ),
     ] = None,
 ) -> None:
     """Write the weights of a checkpoint to a file that is loaded without hpcdist.
 
     The weights of all ranks are merged, under the names of the model's own code. A folder of safetensors has Hugging
-    Face's layout; dcp is for torch.distributed.checkpoint.load.
+    Face's layout; huggingface adds what transformers needs to load a language model, and dcp is for
+    torch.distributed.checkpoint.load.
 
     Examples:
         hpcdist export --format safetensors
         hpcdist export first --checkpoint final --output digits.pt
+        hpcdist export smol --format huggingface --output smol-tuned
     """
     from hpcdist.config.training_schema import WEIGHT_SUFFIXES
     from hpcdist.config.written import read_stored
@@ -471,7 +477,8 @@ def export(
             f" model.init_from={name}"
         )
     folder = resolve_run(name, options.runs_dir())
-    monitored = read_stored(folder.config).config.checkpoint
+    stored = read_stored(folder.config)
+    monitored = stored.config.checkpoint
 
     try:
         from hpcdist.checkpoint import export as checkpoint_export
@@ -487,7 +494,7 @@ def export(
     if output is None:
         output = Path(f"{folder.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}")
     path = output.expanduser()
-    checkpoint_export.write_model(folder, chosen, chosen_format, path)
+    checkpoint_export.write_model(folder, chosen, chosen_format, path, stored)
     files = [path, *path.rglob("*")]
     size = sum(file.stat().st_size for file in files if file.is_file())
     say(f"{path}: {size:,} bytes, step {chosen.step} of {folder.name}")

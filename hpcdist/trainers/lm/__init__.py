@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
@@ -14,9 +15,12 @@ from hpcdist.config.training_schema import ModelConfig
 from hpcdist.data.documents import FOLDER_SUFFIXES
 from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError, plural
+from hpcdist.trainers.lm.huggingface import config_document, section_values
 
 #: Which activations of a layer the backward pass computes again.
 Recomputed = Literal["none", "selective", "full"]
+#: The layers to which LoRA can be added.
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class LmModelConfig(ConfigSection):
     """Add a bias to queries, keys and values, as Qwen2 does."""
     qk_norm: bool = False
     """Normalise queries and keys of each head, as Qwen3 does."""
+    vocab_size: int | None = number(None, least=1)
+    """Rows of the embedding; null: the tokens of the tokenizer, padded to vocab_multiple."""
     vocab_multiple: int = number(1, least=1)
     """Pad the vocabulary of the tokenizer to a multiple of this number; GPUs compute multiples of 128 faster."""
 
@@ -59,7 +65,17 @@ class LmModelConfig(ConfigSection):
         return self.head_dim or self.hidden_size // self.num_heads
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the number of rows of the embedding for a tokenizer of `vocab_size` tokens."""
+        """Return the number of rows of the embedding for a tokenizer of `vocab_size` tokens.
+
+        Raises ConfigError if the config has fewer.
+        """
+        if self.vocab_size is not None:
+            if self.vocab_size < vocab_size:
+                raise ConfigError(
+                    f"lm.model.vocab_size={self.vocab_size} is less than the {vocab_size} tokens of the tokenizer:"
+                    " leave lm.corpus.tokenizer_file out, or use one with fewer tokens"
+                )
+            return self.vocab_size
         return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def num_parameters(self, vocab_size: int) -> int:
@@ -184,12 +200,36 @@ class CorpusConfig(ConfigSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LmLoraConfig(ConfigSection):
+    """Train few weights beside the frozen ones of `model.init_from` (LoRA); an export merges them."""
+
+    rank: int = number(0, least=0)
+    """Rank of the matrix that is added to a weight, such as 16; 0 trains all weights instead."""
+    alpha: float = number(16.0, above=0)
+    """The added matrix is multiplied by alpha / rank."""
+    targets: list[LoraTarget] = field(default_factory=lambda: ["q_proj", "v_proj"])
+    """Layers whose weights get one: some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the added matrix."""
+        return self.alpha / self.rank
+
+    def problems(self) -> list[str]:
+        """Return a message for each invalid value of this section."""
+        if self.rank and not self.targets:
+            return ["targets is empty: name a layer such as q_proj, or set rank to 0"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
 class LmConfig(ConfigSection):
     """A language model: a decoder-only transformer on a mesh of ranks (`trainer: lm`)."""
 
     model: LmModelConfig = field(default_factory=LmModelConfig)
     mesh: LmMeshConfig = field(default_factory=LmMeshConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    lora: LmLoraConfig = field(default_factory=LmLoraConfig)
     sequence_length: int = number(256, least=1)
     """Tokens of a window, the unit of `data.global_batch_size`."""
     micro_batch_size: int | None = number(None, least=1)
@@ -231,6 +271,10 @@ def _check(config: Config) -> list[str]:
             problems.append(
                 f"lm.mesh.tensor={tensor} must divide {key}={size}, which its ranks share: use another size"
             )
+    if lm.lora.rank and tensor > 1:
+        problems.append(f"lm.lora.rank={lm.lora.rank} needs lm.mesh.tensor=1, got {tensor}: divide by lm.mesh.shard")
+    if lm.lora.rank and not config.model.init_from:
+        problems.append(f"lm.lora.rank={lm.lora.rank} needs model.init_from, the weights that stay: set it")
     return problems
 
 
@@ -246,6 +290,12 @@ def _check_host(config: Config) -> list[str]:
     return config.section(LmConfig).corpus.missing_files("lm.corpus")
 
 
+def _exported_weights(config: Config, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    from hpcdist.trainers.lm.model import merged_lora
+
+    return merged_lora(weights, config.section(LmConfig).lora)
+
+
 TRAINER = Trainer(
     section=LmConfig,
     shared_sections=("model", "data", "optim", "schedule", "precision"),
@@ -254,10 +304,13 @@ TRAINER = Trainer(
     check=_check,
     check_ranks=_check_ranks,
     check_host=_check_host,
+    values_of_weights=section_values,
+    hugging_face_config=config_document,
+    exported_weights=_exported_weights,
     charts={
         "loss": ("train/loss", "eval/loss"),
         "bits per byte of the held-out text": ("eval/bits_per_byte",),
         "share of the peak FLOPS": ("train/mfu", "train/mfu_of_matmul"),
     },
-    fixed_keys=("lm.model", "lm.sequence_length", "optim.name", "data.global_batch_size"),
+    fixed_keys=("lm.model", "lm.lora", "lm.sequence_length", "optim.name", "data.global_batch_size"),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hpcdist.trainers.lm import LmModelConfig
+from hpcdist.trainers.lm import LmConfig, LmLoraConfig, LmModelConfig
+from hpcdist.trainers.lm.huggingface import EMBEDDING
 
 #: Standard deviation of the initial weights, that of GPT-2 and Llama.
 INIT_STD = 0.02
+#: Ends of the names of the weights that LoRA adds.
+LORA_WEIGHTS = ("lora_a", "lora_b")
 #: Number of rows of a weight that `draw_normal` draws together.
 BLOCK_ROWS = 1024
 
@@ -67,7 +70,7 @@ class Decoder(nn.Module):
             kind = name.split(".")[-2]
             if "norm" in kind:
                 weight.fill_(1.0)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "lora_b")):
                 weight.zero_()
             elif kind in ("o_proj", "down_proj"):
                 draw_normal(weight, INIT_STD / math.sqrt(2 * self.config.num_layers), seed, name)
@@ -148,10 +151,11 @@ class Attention(nn.Module):
         value = self.v_proj(hidden).unflatten(-1, shape).transpose(1, 2)
         query = rotate(self.q_norm(query).transpose(1, 2), cos, sin)
         key = rotate(self.k_norm(key).transpose(1, 2), cos, sin)
+        is_causal = True
         if cache is not None:
             key, value = cache.append(key, value)
-        # A single query, the last token, sees all keys.
-        is_causal = query.shape[2] > 1
+            # A single query, the last token, sees all keys.
+            is_causal = query.shape[2] > 1
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
@@ -187,6 +191,44 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (heads * cos + rotated * sin).to(heads.dtype)
 
 
+class LoraLinear(nn.Linear):
+    """A linear layer with frozen weights, to whose output a trained product of two small matrices is added.
+
+    https://arxiv.org/abs/2106.09685. The product is 0 at first, since `lora_b` is.
+    """
+
+    def __init__(self, base: nn.Linear, config: LmLoraConfig) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, base.weight.device)
+        self.requires_grad_(False)
+        self.scale = config.scale
+        self.lora_a = nn.Parameter(self.weight.new_empty(config.rank, base.in_features))
+        self.lora_b = nn.Parameter(self.weight.new_empty(base.out_features, config.rank))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the output, [..., out_features]."""
+        return super().forward(hidden) + F.linear(F.linear(hidden, self.lora_a), self.lora_b) * self.scale
+
+
+def add_lora(model: Decoder, config: LmLoraConfig) -> None:
+    """Freeze the weights of a model without values (on the device meta), and add those that are trained instead."""
+    model.requires_grad_(False)
+    for part in list(model.modules()):
+        for name, layer in list(part.named_children()):
+            if name in config.targets and isinstance(layer, nn.Linear):
+                setattr(part, name, LoraLinear(layer, config))
+
+
+def merged_lora(weights: Mapping[str, Tensor], config: LmLoraConfig) -> dict[str, Tensor]:
+    """Return the weights of a model without LoRA that computes the same; those of a model without it as they are."""
+    merged = {name: weight for name, weight in weights.items() if not name.endswith(LORA_WEIGHTS)}
+    for name in weights:
+        layer, _, kind = name.rpartition(".")
+        if kind == "lora_a":
+            product = weights[f"{layer}.lora_b"] @ weights[name]
+            merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + product * config.scale
+    return merged
+
+
 class KeyValues:
     """Keys and values of the tokens so far in one layer.
 
@@ -213,6 +255,16 @@ class KeyValues:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+def whole_decoder(weights: Mapping[str, Tensor], config: LmConfig) -> Decoder:
+    """Return a model of its own with the weights of a run, in which those of LoRA are merged."""
+    merged = merged_lora(weights, config.lora)
+    with torch.device("meta"):
+        model = Decoder(config.model, len(merged[EMBEDDING]))
+    model.load_state_dict(merged, assign=True)
+    model.tie()
+    return model
+
+
 @torch.no_grad()
 def generate(
     model: Decoder, prompt: Tensor, num_tokens: int, *, temperature: float = 0.0, top_k: int = 0, seed: int = 0
@@ -237,6 +289,15 @@ def generate(
         token = choose(logits, temperature, top_k, generator)
         tokens = token.view(1, 1)
         yield int(token)
+
+
+def generate_tokens(
+    model: Decoder, prompt: Sequence[int], num_tokens: int, *, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
+    """Yield what `generate` does, on the GPU if there is one; the model is moved there."""
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    return generate(model, torch.tensor(prompt), num_tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:

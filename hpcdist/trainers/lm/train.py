@@ -29,7 +29,7 @@ from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_fact
 from hpcdist.run.samples import MAX_RESULTS
 from hpcdist.trainers.lm import LmConfig
 from hpcdist.trainers.lm.corpus import Corpus, prepare
-from hpcdist.trainers.lm.model import Decoder, choose
+from hpcdist.trainers.lm.model import LORA_WEIGHTS, Decoder, add_lora, choose, whole_decoder
 from hpcdist.trainers.lm.parallel import clip_gradients, data_index, exchange_replicas, free_gathered, parallelize
 
 log = logging.getLogger(__name__)
@@ -150,6 +150,8 @@ def build_model(ctx: Context, cfg: Config, mesh: DeviceMesh, vocab_size: int) ->
     ctx.report.log_model_size(lm.model.num_parameters(num_rows))
     with torch.device("meta"):  # no rank ever has all weights
         model = Decoder(lm.model, num_rows)
+        if lm.lora.rank:
+            add_lora(model, lm.lora)
     parallelize(
         model,
         mesh,
@@ -159,6 +161,10 @@ def build_model(ctx: Context, cfg: Config, mesh: DeviceMesh, vocab_size: int) ->
     )
     model.to_empty(device=ctx.device)
     model.init_weights(cfg.seed)
+    added = []
+    if lm.lora.rank:
+        added = [f"*.{kind}" for kind in LORA_WEIGHTS]
+    ctx.init_from(model, skip=added)  # without a checkpoint: the weights of `model.init_from`, if it is set
     return model
 
 
@@ -167,6 +173,8 @@ def parameter_groups(model: Decoder, cfg: OptimConfig) -> list[dict[str, Any]]:
     decayed = []
     others = []
     for name, weight in model.named_parameters():
+        if not weight.requires_grad:  # with LoRA, most are frozen
+            continue
         if weight.ndim == 1 or name.endswith("embed_tokens.weight"):
             others.append(weight)
         else:
@@ -371,9 +379,9 @@ def export(ctx: Context, cfg: Config, model: Decoder) -> None:
             "the final model has %.1f B parameters: `hpcdist export` converts its checkpoint", num_parameters / 1e9
         )
         return
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if ctx.is_main:
-        whole = Decoder(model.config, model.vocab_size)
-        whole.load_state_dict(weights)
-        example = torch.zeros(2, cfg.section(LmConfig).sequence_length, dtype=torch.int64)
-        ctx.export_model(whole, example)
+        lm = cfg.section(LmConfig)
+        example = torch.zeros(2, lm.sequence_length, dtype=torch.int64)
+        ctx.export_model(whole_decoder(weights, lm), example)

@@ -227,7 +227,7 @@ def test_format_of_an_export_follows_from_the_ending(hpcdist: Cli, run: RunDir, 
     )
     for words in ((), ("--output", "weights.bin")):
         message = one_line(hpcdist("export", run.name, *words))
-        assert message.startswith("no format: add --format safetensors, torch, dcp, or an --output ")
+        assert message.startswith("no format: add --format safetensors, torch, dcp, huggingface, or an --output ")
     message = one_line(hpcdist("export", run.name, "--format", "torch", "--output", "c.safetensors"))
     assert message == "--format torch contradicts the ending of --output c.safetensors: leave out --format"
 

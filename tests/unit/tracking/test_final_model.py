@@ -164,3 +164,31 @@ def test_model_takes_other_image_sizes_if_the_network_does(scene: Scene) -> None
     export_model(of_one_size, torch.rand(2, 1, 28, 28), scene.run)
     complete_model(scene.run, scene.uri)
     assert mlflow.pyfunc.load_model(str(scene.run.model)).metadata.signature.inputs.inputs[0].shape == (-1, 1, 28, 28)
+
+
+@pytest.mark.processes  # torch starts ldconfig
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
+def test_language_model_takes_texts_of_any_length(scene: Scene) -> None:
+    import mlflow.pyfunc
+    import torch
+
+    from hpcdist.checkpoint.export import export_model
+    from hpcdist.trainers.lm import LmModelConfig
+    from hpcdist.trainers.lm.model import Decoder
+    from hpcdist.trainers.rnn import RnnConfig
+    from hpcdist.trainers.rnn.train import LanguageModel
+
+    sizes = LmModelConfig(hidden_size=16, num_layers=1, intermediate_size=16, tie_embeddings=True)
+    decoder = Decoder(sizes, vocab_size=20)
+    tokens = torch.arange(16).view(2, 8)
+    export_model(decoder, tokens, scene.run)
+    complete_model(scene.run, scene.uri)
+    model = mlflow.pyfunc.load_model(str(scene.run.model))
+    assert model.metadata.signature.inputs.inputs[0].shape == (-1, -1)
+    for others in (tokens[:1, :1], tokens.view(1, 16), tokens.view(8, 2)):
+        assert np.allclose(model.predict(others.numpy()), decoder(others).detach().numpy(), atol=1e-5)
+    recurrent = LanguageModel(RnnConfig(embedding_size=8, hidden_size=8, num_layers=1), 20)
+    export_model(recurrent, tokens, scene.run)
+    complete_model(scene.run, scene.uri)
+    signature = mlflow.pyfunc.load_model(str(scene.run.model)).metadata.signature
+    assert signature.inputs.inputs[0].shape == (-1, 8), "torch.export fixes the length of an LSTM"
