@@ -27,7 +27,11 @@ _LOGGED_COMMANDS = ("supervise", "in-job")
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Start runs": {"run": ("run", "submit", "resume", "config", "supervise", "in-job")},
     "Watch runs": {"runs": ("runs", "status", "logs", "follow", "stop", "cancel", "save", "profile")},
-    "Review": {"review": ("ui", "report", "sync", "compare", "cost", "export"), "rerun": ("rerun",)},
+    "Review": {
+        "review": ("ui", "report", "sync", "compare", "cost", "export"),
+        "generate": ("generate",),
+        "rerun": ("rerun",),
+    },
     "Diagnose": {"doctor": ("explain", "doctor"), "bench": ("bench",)},
     "Images": {"image": ("image",)},
     "Development": {"devcluster": ("devcluster",)},

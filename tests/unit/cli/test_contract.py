@@ -138,6 +138,7 @@ SITUATIONS = (
     *("submit ddp_digits", "submit ddp_digits --dry-run", "submit ddp_digits --cluster nonsense --dry-run"),
     *("image build", "bench show finished", "runs", "compare finished failed", "compare finished absent"),
     *(f"{name} absent" for name in ("cost", "export", "report", "rerun", "doctor", "sync", "ui")),
+    *(f"generate {run} a" for run in ("finished", "absent")),
     *(f"{name} finished" for name in ("cost", "export")),
     *(f"{name} {run}" for name in ("status", "explain", "logs", "stop", "cancel") for run in ("finished", "absent")),
     *(f"{name} {run}" for name in ("save", "profile", "resume") for run in ("finished", "absent")),
