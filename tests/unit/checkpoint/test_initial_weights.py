@@ -18,7 +18,7 @@ from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.training_schema import ModelConfig
-from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.errors import CheckpointError, ConfigError, TrainerError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
 from hpcdist.run.weight_files import LocalWeights, WeightOrigin, hugging_face_weights, weight_file
@@ -360,3 +360,11 @@ def test_unusable_hugging_face_folder_is_an_error(tmp_path: Path, files: dict[st
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match="^model.init_from: " + problem.replace("{folder}", str(tmp_path))):
         hugging_face_weights(str(tmp_path))
+
+
+def test_model_without_memory_cannot_take_weights() -> None:
+    """Its `copy_` has no effect."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(TrainerError, match=r"^ctx.init_from: weight is on the device meta, .*: call to_empty\(device="):
+        load_into(model, {"weight": torch.ones(2, 2)})
