@@ -60,12 +60,17 @@ def line_chart(
     if not lines:
         return Markup()
     areas = areas or {}
+    metrics = [y_label] if y_label else list(lines)
+    are_losses = all("loss" in name.lower() for name in metrics)
+    heights = [y for points in lines.values() for _, y in points]
+    is_log = are_losses and spans_power_of_ten(heights)
+    if is_log:  # a deviation as large as the mean has no place on a logarithmic axis
+        lowest = min(heights)
+        areas = {name: [(x, max(y, lowest)) for x, y in corners] for name, corners in areas.items()}
     shown = [point for points in (*lines.values(), *areas.values()) for point in points]
     if dot:
         shown.append(dot[0])
-    metrics = [y_label] if y_label else list(lines)
-    are_losses = all("loss" in name.lower() for name in metrics)
-    frame = frame_of(shown, is_log=are_losses and spans_power_of_ten(y for _, y in shown))
+    frame = frame_of(shown, is_log=is_log)
     parts = _bands(frame, starts or {}) + frame.axes(x_label, y_label)
     for name, points in areas.items():
         style = f"fill:{colours[name]};opacity:.18"

@@ -160,7 +160,9 @@ def frame_of(
 
 
 def _with_margin(values: Sequence[float], share: float) -> Point:
-    margin = share * (max(values) - min(values) or 1.0)
+    """Return the ends of an axis. Equal values are in its middle."""
+    width = max(values) - min(values) or abs(max(values)) or 1.0
+    margin = share * width
     return min(values) - margin, max(values) + margin
 
 

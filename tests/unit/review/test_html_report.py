@@ -162,6 +162,25 @@ def test_primary_metric_comes_first(scene: ReportScene) -> None:
     assert "<b>eval/accuracy 0.8</b>" in page
 
 
+def numbers_in(chart: str) -> list[float]:
+    """Return the numbers beside the vertical axis."""
+    return [float(text) for text in re.findall(r">(-?[0-9.e+-]+)</text>", chart)]
+
+
+def test_constant_value_is_in_the_middle_of_its_axis() -> None:
+    for value in (3e-4, 4e9):
+        labels = numbers_in(line_chart({"train/lr": [(0, value), (10, value)]}, x_label="step"))
+        near = {label for label in labels if abs(label / value - 1) < 0.5}
+        assert len(near) > 1
+
+
+def test_deviation_as_large_as_the_mean_keeps_the_logarithmic_axis() -> None:
+    curve = [(0.0, 1.0), (10.0, 0.001)]
+    band = [(0.0, 1.2), (10.0, 0.002), (10.0, -0.001), (0.0, 0.8)]
+    labels = numbers_in(line_chart({"train/loss": curve}, x_label="step", areas={"train/loss": band}))
+    assert {0.001, 0.01, 0.1, 1.0} <= set(labels)
+
+
 def test_losses_that_span_a_power_of_ten_have_a_logarithmic_axis() -> None:
     def ticks(name: str, *values: float) -> list[str]:
         return re.findall(r'class="tick" [^>]*>([^<]*)', line_chart({name: list(enumerate(values))}, x_label="step"))
