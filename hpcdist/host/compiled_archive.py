@@ -6,6 +6,7 @@ which torch derives from the content, so a file of a known name is neither writt
 
 import os
 import secrets
+import shutil
 import time
 import zlib
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ _LEFT_OUT_FOLDERS = ("locks",)
 _LEFT_OUT_PREFIXES = (".", "tmp.pid")
 #: Age of an unfinished archive whose writer was certainly killed.
 _LEFT_AFTER_S = 3600.0
+#: Part of an archive that is copied at once.
+_COPIED_BYTES = 1 << 22
 #: Length of the header of a library in the 64-bit format.
 _ELF_HEADER_BYTES = 64
 
@@ -51,7 +54,14 @@ def unpack(archive: Path, folder: Path) -> int:
     return num_files
 
 
-def pack(folder: Path, archive: Path, max_bytes: int = MAX_ARCHIVE_BYTES, within_s: float = WAIT_S) -> int:
+def pack(
+    folder: Path,
+    archive: Path,
+    max_bytes: int = MAX_ARCHIVE_BYTES,
+    within_s: float = WAIT_S,
+    *,
+    is_damaged: bool = False,
+) -> int:
     """Add the files of `folder` to an archive that does not have them. Returns their number.
 
     Writers on other nodes wait for each other, and a reader sees either the old or the new archive.
@@ -59,6 +69,7 @@ def pack(folder: Path, archive: Path, max_bytes: int = MAX_ARCHIVE_BYTES, within
     Args:
         max_bytes: limit of the content.
         within_s: time to wait for another writer.
+        is_damaged: whether files of the archive are to be read, so that damaged ones are left out.
 
     Raises OSError, and RunFolderError if another process writes for longer than `within_s`.
     """
@@ -72,7 +83,7 @@ def pack(folder: Path, archive: Path, max_bytes: int = MAX_ARCHIVE_BYTES, within
         unfinished = archive.with_name(f".{archive.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             with _new_file(unfinished) as file:
-                num_added = _write(file, folder, added, archive, known, max_bytes)
+                num_added = _write(file, folder, added, archive, known, max_bytes, is_damaged)
             os.replace(unfinished, archive)
         except BaseException:
             with suppress(OSError):
@@ -148,7 +159,15 @@ def _content(archive: ZipFile, entry: ZipInfo) -> bytes:
         raise BadZipFile(f"{entry.filename}: {error}") from error
 
 
-def _write(file: BinaryIO, folder: Path, added: list[Path], archive: Path, known: list[ZipInfo], max_bytes: int) -> int:
+def _write(
+    file: BinaryIO,
+    folder: Path,
+    added: list[Path],
+    archive: Path,
+    known: list[ZipInfo],
+    max_bytes: int,
+    is_damaged: bool,
+) -> int:
     """Write the added files, and as many of the old archive's newest as fit. Returns the number of added files."""
     room = max_bytes
     fitting = []
@@ -163,8 +182,12 @@ def _write(file: BinaryIO, folder: Path, added: list[Path], archive: Path, known
             break
         room -= entry.file_size
         kept.insert(0, entry)
-    with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=1) as new:
-        if kept:
+    copies = bool(kept) and kept == known and not is_damaged
+    if copies:  # as it is, which is much quicker than to pack everything again
+        with open_regular(archive) as old_file:
+            shutil.copyfileobj(old_file, file, _COPIED_BYTES)
+    with ZipFile(file, "a" if copies else "w", ZIP_DEFLATED, compresslevel=1) as new:
+        if kept and not copies:
             with open_regular(archive) as old_file, ZipFile(old_file) as old:
                 for entry in kept:
                     with suppress(BadZipFile):  # a damaged file is compiled again

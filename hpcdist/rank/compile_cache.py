@@ -1,8 +1,8 @@
 """The cache of torch.compile, kept beyond this process and this node.
 
 On a node the cache is a folder on the local disk, for each kind of machine one. Before a process compiles for the first
-time, the files that other processes have stored on the shared file system are copied to it. One process of each node
-copies new files back, every minute and at its end. A process that does not compile does nothing of this.
+time, the files that other processes have stored on the shared file system are copied to it. Processes copy new files
+back, every minute and at their end, one of a node at a time. A process that does not compile does nothing of this.
 
 Folders instead of torch.compiler.save_cache_artifacts: these contain no compiled C++ code, so that a start on CPUs took
 51 s with them, 61 s without, and 5 s with the folder; and processes that a script starts share a folder as well.
@@ -17,12 +17,12 @@ import platform
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import IO
 from zipfile import BadZipFile
 
 from hpcdist.errors import HpcdistError
@@ -42,6 +42,8 @@ _COMPILES = "torch._inductor.compile_fx"
 _EVERY_S = 60.0
 #: Limit of the last copy: a file system that hangs must not keep the rank.
 _END_S = 10.0
+#: Pause between two tries for the lock of the process that saves.
+_POLL_S = 0.2
 #: Wait for another process of this node that unpacks the archive.
 _UNPACK_S = 120.0
 #: Lines of /proc/cpuinfo on which `-march=native` depends.
@@ -125,7 +127,7 @@ class _Cache:
         self._has_warned = False
         self._has_ended = threading.Event()
         self._saver: threading.Thread | None = None
-        self._lock: IO[str] | None = None  #: held by the process that saves; the kernel releases it
+        self._is_damaged = False  #: whether the archive has a damaged file
 
     def begin(self) -> None:
         """Unpack the archive, and save new files from now on."""
@@ -144,17 +146,16 @@ class _Cache:
 
     def end(self, *, save: bool) -> None:
         """Stop saving, after a last time if `save`."""
-        if self._saver is None or self._lock is None:
+        if self._saver is None:
             return
         self._has_ended.set()
         if save:
             # A thread of its own, because the one that saves every minute may wait for a file system.
-            last = threading.Thread(target=self._save, name="compile-cache-end", daemon=True)
+            last = threading.Thread(target=self._save, args=(_END_S,), name="compile-cache-end", daemon=True)
             last.start()
             last.join(_END_S)
             if last.is_alive():
                 self._warn(TimeoutError(f"the last copy did not end within {_END_S:g} s"))
-        self._lock.close()
 
     def _unpack_once(self) -> None:
         """Unpack the archive, unless a process of this node has unpacked this version of it."""
@@ -170,31 +171,37 @@ class _Cache:
             try:
                 num_files = unpack(self._archive, self._folder)
             except BadZipFile as error:
+                self._is_damaged = True
                 self._warn(error)
                 return
             marker.write_text(version)
             log.info("%d compiled files were copied from %s", num_files, self._archive)
 
     def _start_saver(self) -> None:
-        self._lock = open_lock(self._folder / ".saving", 0o600)
-        if not lock_now(self._lock):  # another process of this node saves
-            self._lock.close()
-            return
         self._saver = threading.Thread(target=self._save_repeatedly, name="compile-cache", daemon=True)
         self._saver.start()
 
     def _save_repeatedly(self) -> None:
         while not self._has_ended.wait(_EVERY_S):
-            self._save()
+            self._save(within_s=0)
 
-    def _save(self) -> None:
+    def _save(self, within_s: float) -> None:
+        """Copy new files to the archive; another process of this node that does so is awaited for `within_s`."""
+        store = hashlib.sha256(str(self._store).encode()).hexdigest()[:12]
         try:
-            files = set(cached_files(self._folder))
-            if files <= self._stored:
-                return
-            pack(self._folder, self._archive)
-            limit(self._store, self._archive)
-            self._stored = files
+            with open_lock(self._folder / f".saving-{store}", 0o600) as lock:
+                deadline = time.monotonic() + within_s
+                while not lock_now(lock):
+                    if time.monotonic() >= deadline:
+                        return
+                    time.sleep(_POLL_S)
+                files = set(cached_files(self._folder))
+                if files <= self._stored:
+                    return
+                pack(self._folder, self._archive, is_damaged=self._is_damaged)
+                limit(self._store, self._archive)
+                self._stored = files
+                self._is_damaged = False
         except (OSError, HpcdistError, BadZipFile) as error:
             self._warn(error)
 

@@ -84,8 +84,17 @@ def test_damaged_archive_is_written_again(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(zipfile.BadZipFile):
         unpack(archive, tmp_path / "there")
     (cache / "new.py").write_text("2")
-    assert pack(cache, archive) == 1
+    assert pack(cache, archive, is_damaged=True) == 1
     assert unpack(archive, tmp_path / "elsewhere") == 2, "without the damaged one"
+
+
+def test_files_are_added_to_an_archive(cache: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "a.zip"
+    assert pack(cache, archive) == 2
+    (cache / "new.py").write_text("2")
+    assert pack(cache, archive) == 1
+    assert unpack(archive, tmp_path / "there") == 3
+    assert (tmp_path / "there" / "new.py").read_text() == "2"
 
 
 def test_names_outside_of_the_folder_are_ignored(tmp_path: Path) -> None:

@@ -69,20 +69,28 @@ def test_children_find_the_cache_before_they_compile(nodes: SimpleNamespace) -> 
     assert compiled_archive.unpack(nodes.store / "kind.zip", nodes.second) == 1
 
 
-def test_one_process_of_a_node_saves(nodes: SimpleNamespace) -> None:
+def test_processes_of_a_node_save_in_turn(nodes: SimpleNamespace) -> None:
     with kept(nodes.store, nodes.first, now=True):
         with kept(nodes.store, nodes.first, now=True):
             compile_file("a.py")
-        assert not (nodes.store / "kind.zip").exists()
+        assert compiled_archive.unpack(nodes.store / "kind.zip", nodes.second) == 1
+        compile_file("b.py")
+    assert compiled_archive.unpack(nodes.store / "kind.zip", nodes.second) == 1
+
+
+def test_two_shared_folders_are_filled_from_one_local_folder(nodes: SimpleNamespace) -> None:
+    with kept(nodes.store, nodes.first, now=True), kept(nodes.second, nodes.first, now=True):
+        compile_file("a.py")
     assert (nodes.store / "kind.zip").exists()
+    assert (nodes.second / "kind.zip").exists()
 
 
 def test_files_are_saved_while_the_process_runs(nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_cache, "_EVERY_S", 0.01)
     saved = threading.Event()
 
-    def pack(folder: Path, archive: Path) -> None:
-        compiled_archive.pack(folder, archive)
+    def pack(folder: Path, archive: Path, *, is_damaged: bool) -> None:
+        compiled_archive.pack(folder, archive, is_damaged=is_damaged)
         saved.set()
 
     monkeypatch.setattr(compile_cache, "pack", pack)
@@ -120,7 +128,7 @@ def test_errors_are_logged_once_and_end_nothing(
         (nodes.store / "kind.zip").write_text("no archive")
     else:
 
-        def pack(folder: Path, archive: Path) -> None:
+        def pack(folder: Path, archive: Path, *, is_damaged: bool) -> None:
             raise OSError(28, "No space left on device", str(archive))
 
         monkeypatch.setattr(compile_cache, "pack", pack)
