@@ -1,5 +1,6 @@
 """Commands that do not end the attempt, on one rank: `save` and `profile`."""
 
+import gc
 import logging
 import os
 import time
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from hpcdist.host import retry
 from hpcdist.rank.stopping import StopAgreement
@@ -147,7 +148,7 @@ class LiveCommands:
         activities = {ProfilerActivity.CPU, device_activity}
         profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
-            if _is_recording():
+            if _is_recording() or _warms_up(besides=profiler):
                 raise RuntimeError(PROFILES_ITSELF)
             profiler.start()
         except RuntimeError as error:
@@ -202,6 +203,18 @@ class LiveCommands:
 def _is_recording() -> bool:
     """Return whether a profiler of torch records in this process; False while it warms up."""
     return torch._C._autograd._profiler_enabled()
+
+
+def _warms_up(besides: profile) -> bool:
+    """Return whether another profiler of this process warms up.
+
+    torch does not show it, and two that record make the next step of the training code raise an error. One that was
+    stopped while it warmed up counts as well as long as it exists.
+    """
+    for value in gc.get_objects():
+        if issubclass(type(value), profile) and value is not besides and value.current_action is ProfilerAction.WARMUP:
+            return True
+    return False
 
 
 def _require_recording() -> None:

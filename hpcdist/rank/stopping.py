@@ -18,8 +18,9 @@ from hpcdist.run.rank_requests import RequestReader
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
 AGREEMENT_INTERVAL_S = 0.1
-#: Largest number of step boundaries between two agreements: slow steps may follow fast ones.
-MAX_SKIPPED_BOUNDARIES = 1_000
+#: Largest number of step boundaries between two agreements: slow steps may follow fast ones, and a stop then waits for
+#: as many of them.
+MAX_SKIPPED_BOUNDARIES = 30
 #: Duration of a step for which the clock has measured none, in seconds.
 _CLOCK_STEP_S = 1e-6
 #: Interval of the checks for a request to stop, in seconds: each one reads a file.

@@ -601,11 +601,11 @@ def end(
     """
     since = time.time()
     until = time.monotonic() + limit_s
-    used_s = time.process_time()
+    used_s = _used_cpu_s()
     late: list[str] = []
 
     def conclude_and_exit() -> NoReturn:
-        is_busy = time.process_time() - used_s > _BUSY_SHARE * (time.time() - since)
+        is_busy = _used_cpu_s() - used_s > _BUSY_SHARE * (time.time() - since)
         if late and not is_busy:
             note_late(since, ", ".join(late))
         exit_now(conclude())
@@ -639,6 +639,20 @@ def end(
     _within(ATEXIT_S, _flush_files)
     stuck.cancel()
     conclude_and_exit()
+
+
+def _used_cpu_s() -> float:
+    """Return the CPU time of this process, and of its child processes that `multiprocessing` has started."""
+    used_s = time.process_time()
+    children = multiprocessing.active_children()
+    if children:
+        import psutil  # slow to import, and seldom needed
+
+        for child in children:
+            with suppress(psutil.Error):
+                times = psutil.Process(child.pid).cpu_times()
+                used_s += times.user + times.system
+    return used_s
 
 
 def exit_now(code: int) -> NoReturn:

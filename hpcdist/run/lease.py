@@ -99,9 +99,10 @@ def _is_here(lease: dict[str, Any]) -> bool:
 
 
 def _is_alive(lease: dict[str, Any]) -> bool:
-    if not _is_here(lease):
+    # A lease without its boot is one of hpcdist before 2026-11-29, which has the start of the process in another unit.
+    if not _is_here(lease) or "boot" not in lease:
         return abs(time.time() - float(lease["renewed"])) < STALE_S
-    is_of_this_boot = lease.get("boot") == boot_id()
+    is_of_this_boot = bool(lease["boot"] == boot_id())
     return is_of_this_boot and process_start(int(lease["pid"])) == lease["started"]
 
 

@@ -56,12 +56,17 @@ def _git_env() -> dict[str, str]:
 
 def git_output(folder: Path, *arguments: str) -> str:
     """Return the output of a git command; empty if git is missing or fails (no commit yet, another owner)."""
+    return _git(folder, *arguments) or ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command; None if git is missing or fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False, env=_git_env())
     except FileNotFoundError:
-        return ""
+        return None
     if done.returncode != 0:
-        return ""
+        return None
     return done.stdout.decode(errors="surrogateescape")
 
 
@@ -244,21 +249,22 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     commit = ""
     if root is not None:
         commit = git_output(root, "rev-parse", "HEAD").strip()
-    patch = ""
+    patch: str | None = ""
     changed: list[str] = []
-    is_dirty = False
     if root is not None and commit:
-        status = git_output(root, "status", "--porcelain", "--untracked-files=no", "--no-renames", "-z")
-        changed = [entry[_STATUS_WIDTH:] for entry in status.split("\0") if entry]
-        is_dirty = bool(changed)
         options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
-        patch = git_output(root, "diff", "--binary", *options)
-        if is_dirty and not patch:
+        patch = _git(root, "diff", "--binary", *options)
+        if patch is None:
+            status = git_output(root, "status", "--porcelain", "--untracked-files=no", "--no-renames", "-z")
+            changed = [entry[_STATUS_WIDTH:] for entry in status.split("\0") if entry]
             log.warning(
                 "%s: `git diff HEAD` fails, so the run folder gets no code.patch with the uncommitted changes of %s",
                 root,
                 few(changed),
             )
+        else:
+            names = git_output(root, "diff", "--name-only", "-z", *options)
+            changed = [name for name in names.split("\0") if name]
     if patch:
         write_atomic(run.patch, patch.encode(errors="surrogateescape"))
     else:
@@ -274,7 +280,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         cwd=str(cwd),
         root=str(top),
         git_commit=commit or None,
-        git_dirty=is_dirty,
+        git_dirty=bool(changed),
         copied=copied,
         changed=changed,
         untracked=untracked[:MAX_UNTRACKED],

@@ -505,6 +505,8 @@ class Supervisor:
         if request is not None and not request.ends_run:
             return "more nodes are available"
         how = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+        if self._ended_late:
+            how += f"; {self._ended_late}"
         if request is None:
             return f"{how} (the ranks received a stop signal)"
         return how

@@ -116,11 +116,25 @@ def test_profile_is_refused_while_the_code_profiles_itself(rank: OneRank) -> Non
     assert own.key_averages()
 
 
+def test_profile_is_refused_while_one_of_the_code_warms_up(rank: OneRank) -> None:
+    """Otherwise both would record, and the step of the code's profiler would raise an error."""
+    own = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=5, active=2, repeat=1), acc_events=True
+    )
+    own.start()
+    rank.send(profile(100, 0))
+    for _ in range(7):
+        rank.train(1)
+        own.step()
+    assert rank.result(1) == CommandResult(error="the training code uses torch.profiler itself")
+    own.stop()
+
+
 @pytest.mark.parametrize("ends", ["code", "rank"])
 def test_profile_that_the_code_has_ended_is_given_up(rank: OneRank, ends: str) -> None:
     rank.send(profile(100, 0))
     rank.train(4)
-    own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=9))
+    own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=9), acc_events=True)
     own.start()  # torch cancels the other profile
     own.step()
     own.stop()

@@ -200,6 +200,17 @@ def test_holder_is_alive_after_the_clock_was_set(run: RunDir, monkeypatch: pytes
     assert process_start(ended.pid) is None
 
 
+def test_lease_of_an_older_version_counts_by_its_renewals(run: RunDir) -> None:
+    """Such a supervisor is still alive after an update of an editable installation."""
+    write_lease(run, started=1.5)
+    lease = read_json(run.lease) or {}
+    del lease["boot"]
+    write_json(run.lease, lease)
+    assert holder(run) is not None
+    write_json(run.lease, lease | {"renewed": time.time() - 3600})
+    assert holder(run) is None
+
+
 def test_lease_without_its_keys_is_taken_over(run: RunDir) -> None:
     run.lease.write_text('{"owner": "1234"}')
     with hold(run):

@@ -184,6 +184,19 @@ def test_failing_diff_is_reported_with_the_changed_files(
     assert not (run.path / "code.patch").exists()
 
 
+def test_change_that_is_staged_and_undone_is_none(
+    project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(project, train="1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    write(project, train="2")
+    git("add", ".")
+    write(project, train="1")
+    state = take(config(run), run, project)
+    assert (state.git_dirty, state.changed, caplog.messages) == (False, [], [])
+
+
 def test_nested_repository_is_left_out(project: Path, git: Git, run: RunDir) -> None:
     """git lists submodules and nested checkouts as one folder."""
     write(project, train="1", vendor__tool="2")
