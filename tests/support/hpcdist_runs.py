@@ -197,9 +197,9 @@ class Runs:
         """Wait until rank 0 of an attempt has done a number of steps."""
         wait_for(lambda: self.step(name, attempt) >= step, f"step {step} of attempt {attempt}", timeout_s=800)
 
-    def wait_until_held(self, name: str, num_ranks: int = 2) -> list[int]:
-        """Wait until the trainer of `gated.py` holds all ranks; return their process ids."""
-        paths = [self.attempt(name).path / f"held-{rank}" for rank in range(num_ranks)]
+    def wait_until_held(self, name: str, num_ranks: int = 2, attempt: int = 1) -> list[int]:
+        """Wait until the trainer of `gated.py` holds all ranks of an attempt; return their process ids."""
+        paths = [self.attempt(name, attempt).path / f"held-{rank}" for rank in range(num_ranks)]
         wait_for(lambda: all(path.exists() for path in paths), "the ranks to be held")
         return [int(path.read_text()) for path in paths]
 

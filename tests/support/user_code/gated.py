@@ -1,7 +1,8 @@
 """Shipped trainers with an addition: ranks that are held at one step until a test releases them, and others.
 
-`params` of `train`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt only;
-`grandchild` starts a child process of each rank; `pace_s` is the minimum duration of a step.
+`params` of `train`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt only, or a list
+with a step of each attempt; `grandchild` starts a child process of each rank; `pace_s` is the minimum duration of a
+step in these attempts.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train like the trainer; each rank that is held writes its process id to `held-<rank>`."""
     if cfg.params.get("grandchild"):
         subprocess.Popen(["sleep", "1000"])
-    if ctx.topology.attempt == 1:
+    held_steps = cfg.params.get("hold_at")
+    if not isinstance(held_steps, list):
+        held_steps = [held_steps]
+    if ctx.topology.attempt <= len(held_steps):
+        hold_at = held_steps[ctx.topology.attempt - 1]
         ask_all = ctx.should_stop
 
         def should_stop(step: int, total_steps: int | None = None) -> bool:
-            if step == cfg.params.get("hold_at"):
+            if step == hold_at:
                 hold(ctx)
             time.sleep(cfg.params.get("pace_s", 0))
             return ask_all(step, total_steps)
