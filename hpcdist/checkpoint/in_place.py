@@ -24,7 +24,7 @@ from hpcdist.checkpoint.sharded import (
     map_leaves,
     targets_of,
 )
-from hpcdist.checkpoint.state import clean_names, load_clean_state_dict
+from hpcdist.checkpoint.state import clean_names, clean_state_dict, load_clean_state_dict
 from hpcdist.errors import CheckpointError, few
 
 
@@ -96,7 +96,7 @@ class StoredState:
         if not is_sharded(module.state_dict()) and all(value is not None for value in saved.values()):
             load_clean_state_dict(module, saved)
             return
-        own = {clean: module.state_dict()[key] for key, clean in clean_names(module).items()}
+        own = clean_state_dict(module)
         missing = [each for each in own if each not in saved]
         unexpected = [each for each in saved if each not in own]
         if missing:
