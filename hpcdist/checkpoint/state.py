@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hpcdist.checkpoint.saver import plain_state
 from hpcdist.checkpoint.sharded import Box, Key
 from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_name
 from hpcdist.checkpoint.stored_weights import StoredWeights
@@ -135,8 +136,13 @@ class Shard:
 
 
 def shard_content(state: Mapping[str, Any], boxes: Mapping[Key, Box]) -> dict[str, Any]:
-    """Return the content of a shard's file."""
-    return {**state, "boxes": {key: [list(box.offset), list(box.shape)] for key, box in boxes.items()}}
+    """Return the content of a shard's file.
+
+    Raises CheckpointError for a name that a checkpoint cannot contain.
+    """
+    # Offsets and names may be numbers of NumPy, of which no checkpoint can be loaded.
+    lists = {key: [list(map(int, box.offset)), list(map(int, box.shape))] for key, box in boxes.items()}
+    return {**state, "boxes": plain_state(lists, "boxes")}
 
 
 class ShardExchange:

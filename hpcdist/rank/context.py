@@ -531,6 +531,7 @@ class Context:
             collect_shards = None
             if owners:
                 collect_shards = partial(self._shards.collect, step, owners, staging)
+            sharded = {key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()}
             snapshot = Snapshot(
                 step=step,
                 model=state.model,
@@ -539,7 +540,7 @@ class Context:
                 metrics={name: float(value) for name, value in metrics.items()},
                 collect_shards=collect_shards,
                 samples=samples,
-                sharded={key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()},
+                sharded=plain_state(sharded, "sharded"),
             )
             self._saver.save(snapshot, on_written=report_saved)
         if shard is not None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from context_scene import new_run, open_context, stop_at
@@ -17,6 +18,7 @@ from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Shard as TensorShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hpcdist.checkpoint import store
@@ -284,6 +286,24 @@ def test_flipped_byte_is_named_and_the_checkpoint_before_taken(tmp_path: Path, r
         [f"skipping checkpoint {file.parent}: {file.name} has changed since it was written (its SHA-256 differs)"],
     )
     assert other == (8, [])
+
+
+def resume_paths_of_numpy(here: Rank, path: Path) -> list[Any]:
+    found = []
+    for step in (1, 2):
+        with open_context(here, RunDir(path), CONFIG) as ctx:
+            saved = ctx.restore()
+            if saved is not None:
+                found.append(saved.trainer)
+            part = DTensor.from_local(torch.ones(2), ctx.mesh(shard=2), [TensorShard(0)])
+            ctx.save(step, model=None, trainer={"averages": {np.int64(7): part}})
+            close(ctx)
+    return found
+
+
+def test_path_with_a_number_of_numpy_can_be_resumed(tmp_path: Path) -> None:
+    for (trainer,) in spawn_ranks(resume_paths_of_numpy, 2, path=new_run(tmp_path).path):
+        assert torch.equal(trainer["averages"][7], torch.ones(4))
 
 
 # --- errors

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +86,21 @@ def test_missing_values_and_damaged_shards_are_errors(files: list[Path], tmp_pat
         save_file(content | damage, files[0])
         with pytest.raises(CheckpointError, match=rf"^{files[0]}: a shard is damaged \(\w+Error: "):
             list(parts_of(files[0]))
+
+
+def test_boxes_may_have_numbers_of_numpy(tmp_path: Path) -> None:
+    part = torch.ones(2, 3)
+    box = Box.of_rows(part, np.int64(1), np.int32(4))  # type: ignore[arg-type]
+    path = ("optimizer", np.int64(0))
+    shard = Shard(model={"table": part}, boxes={"table": box, path: box}, trainer={("optimizer", 0): part})
+    save_file(shard.content(), tmp_path / shard_name(0))
+    found = read_shard(tmp_path / shard_name(0))
+    assert found["boxes"] == {"table": [[1, 0], [4, 3]], ("optimizer", 0): [[1, 0], [4, 3]]}
+    unnamed = Shard(boxes={("optimizer", None, b"", object()): box})
+    with pytest.raises(
+        CheckpointError, match=r"^boxes has the key \('optimizer', None, .*, but keys in a checkpoint are"
+    ):
+        unnamed.content()
 
 
 def test_rows_of_an_older_checkpoint_are_boxes(tmp_path: Path) -> None:
