@@ -112,16 +112,12 @@ class AsyncSaver(BackgroundWriter):
         self._store = store
         self._before_publish = before_publish
 
-    def save(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> None:
-        """Save a checkpoint in the background. If the step is saved already, only add its metrics and samples.
-
-        Args:
-            on_written: called once the checkpoint is on disk, in the second thread or, for a saved step, in this one.
+    def needs_write(self, step: int) -> bool:
+        """Wait for the write in progress; return whether a step must be written, or is on disk already.
 
         Raises CheckpointError if the step is negative or older than the newest checkpoint, or if an earlier save has
         failed.
         """
-        step = snapshot.step
         if step < 0:
             raise CheckpointError(f"a checkpoint's step must be >= 0, got {step}")
         self.settle()
@@ -131,7 +127,18 @@ class AsyncSaver(BackgroundWriter):
                 f"step {step} is older than the newest checkpoint in {self._store.folder}, step {newest}: "
                 "restore before saving, or start a new run"
             )
-        if step == newest:
+        return step != newest
+
+    def save(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> None:
+        """Save a checkpoint in the background. If the step is saved already, only add its metrics and samples.
+
+        Args:
+            on_written: called once the checkpoint is on disk, in the second thread or, for a saved step, in this one.
+
+        Raises CheckpointError as `needs_write` does.
+        """
+        step = snapshot.step
+        if not self.needs_write(step):
             # For example a save at the last step of an epoch, followed by the epoch's evaluation.
             try:
                 self._store.annotate(step, snapshot.metrics, snapshot.samples)

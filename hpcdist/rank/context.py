@@ -520,11 +520,15 @@ class Context:
                 boxes, owners = self._owners.choose(state.tensors)
             part = Shard.of(state.tensors, boxes)
             is_owner = self.rank in owners
-        is_new = step != self._saved_step
+        needs_write = self.is_main and self._saver.needs_write(step)
+        if state.tensors or shard is not None:
+            # One decision for all: an earlier save of this step may have failed on rank 0 alone.
+            with call_of_all_ranks("ctx.save"):
+                needs_write = self.groups.broadcast(needs_write)
         self._saved_step = step
         samples = self.report.take_samples(metrics)
         staging = self._store.staging(step, self._attempt.number)
-        if part is not None and is_owner and is_new:
+        if part is not None and is_owner and needs_write:
             write = partial(self._shards.write, boxes=part.boxes, step=step, staging=staging)
             self._shard_writer.submit(part.state, write)
         if self.is_main:

@@ -1,5 +1,6 @@
 """Checkpoints of models that are sharded over ranks (DTensor): any mesh reads what another has saved."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Shard as TensorShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hpcdist.checkpoint import store
+from hpcdist.checkpoint import state, store
 from hpcdist.checkpoint.state import Shard, load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.record_schema import CheckpointConfig
@@ -80,8 +81,8 @@ def whole(value: Tensor) -> Tensor:
 def hashes(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return a hash of each whole tensor of a model and its optimizer. Call it on every rank."""
     tensors = {name: whole(value) for name, value in net.state_dict().items()}
-    for index, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"{index}.{key}": whole(value) for key, value in state.items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"{index}.{key}": whole(value) for key, value in values.items()}
     return {name: hash_of(value) for name, value in tensors.items()}
 
 
@@ -309,6 +310,40 @@ def test_path_with_a_number_of_numpy_can_be_resumed(tmp_path: Path) -> None:
 # --- errors
 
 
+def save_again_after_an_error(here: Rank, path: Path, failing: int) -> str:
+    """Save a step twice; the first save of one rank ends with an error of an unreachable file system."""
+    state.OWNER_TIMEOUT_S = 20.0
+    log_of = logging.getLogger("hpcdist.checkpoint.saver")
+    handler = Texts()
+    log_of.addHandler(handler)
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        net, _ = sharded(ctx, {"shard": 2}, seed=1)
+
+        def fail_once(*args: Any, **options: Any) -> Any:
+            state.save_file = store.save_file  # type: ignore[attr-defined]
+            ctx._saver._before_publish = None
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        if here.rank == failing == 0:
+            ctx._saver._before_publish = fail_once
+        elif here.rank == failing:
+            state.save_file = fail_once  # type: ignore[attr-defined]
+        for _ in range(2):
+            ctx.save(1, model=net)
+        close(ctx)
+    return " ".join(handler.texts)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_step_is_saved_again_after_an_error_that_passes(tmp_path: Path, failing: int) -> None:
+    run = new_run(tmp_path)
+    by_rank = spawn_ranks(save_again_after_an_error, 2, path=run.path, failing=failing)
+    assert "Stale file handle" in by_rank[0]
+    assert ("Stale file handle" in by_rank[1]) == (failing == 1)
+    assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-00000001"]
+    assert list(load_weights(run.checkpoints / "step-00000001")) == list(Net().state_dict())
+
+
 def errors_of_saves(here: Rank, path: Path) -> list[str]:
     messages = []
     with open_context(here, RunDir(path), CONFIG) as ctx:
@@ -325,6 +360,7 @@ def errors_of_saves(here: Rank, path: Path) -> list[str]:
             with pytest.raises(CheckpointError) as error:
                 ctx.save(1, model=other)
             messages.append(str(error.value))
+            ctx.groups.broadcast(False)  # as the other rank expects
         else:
             ctx._owners._all_gather = lambda meshes: [meshes] * 2  # rank 0 has raised its error
             ctx.save(1, model=other)
