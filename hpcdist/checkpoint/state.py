@@ -172,32 +172,64 @@ class ShardExchange:
             raise CheckpointError(text, may_pass=may_pass) from error
         self._store.set(key, json.dumps(report))
 
-    def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, FileRecord]:
-        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder.
+    def pending(self, step: int, owners: Sequence[int], staging: Path) -> "PendingShards":
+        """Return on rank 0 the shards of a step, which their owners are writing."""
+        return PendingShards(self._store, step, owners, staging)
+
+
+class PendingShards:
+    """The shards of a step until rank 0 has collected or dropped them."""
+
+    def __init__(self, store: Store, step: int, owners: Sequence[int], staging: Path) -> None:
+        self._store = store
+        self._step = step
+        self._owners = owners
+        self._staging = staging
+        self._is_awaited = True
+
+    def collect(self, into: Path) -> dict[str, FileRecord]:
+        """Wait for every owner, and move the shards into the checkpoint folder.
 
         Returns the record of each file by its name. Raises CheckpointError if an owner could not write its shard.
         """
+        records = {}
+        reports = self._reports()
         try:
-            reports = {rank: self._report(step, rank) for rank in owners}
-            for rank in owners:
-                retry.rename(staging / shard_name(rank), into / shard_name(rank))
+            for rank, report in reports.items():
+                if "error" in report:
+                    raise CheckpointError(report["error"], may_pass=report["may_pass"])
+                records[shard_name(rank)] = FileRecord(size_bytes=report["bytes"], sha256=report["sha256"])
+            for name in records:
+                retry.rename(self._staging / name, into / name)
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(self._staging, ignore_errors=True)
         # The folder itself is synced with the manifest, which is written later.
-        return {shard_name(rank): record for rank, record in reports.items()}
+        return records
 
-    def _report(self, step: int, rank: int) -> FileRecord:
-        key = f"{step}/{rank}"
+    def drop(self) -> None:
+        """Wait for every owner, and remove the shards, unless they have been collected.
+
+        Raises CheckpointError if an owner has not reported in time.
+        """
+        if self._is_awaited:
+            self._reports()
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        """Wait for the reports of all owners, also after an error of one: the others still write to the folder."""
+        self._is_awaited = False
+        keys = {rank: f"{self._step}/{rank}" for rank in self._owners}
         try:
-            self._store.wait([key], timedelta(seconds=OWNER_TIMEOUT_S))
+            self._store.wait(list(keys.values()), timedelta(seconds=OWNER_TIMEOUT_S))
         except DistStoreError as error:
-            text = f"rank {rank} has not written its shard of step {step} in {OWNER_TIMEOUT_S:g} s"
+            late = ", ".join(str(rank) for rank, key in keys.items() if not self._store.check([key]))
+            text = f"rank {late} has not written its shard of step {self._step} in {OWNER_TIMEOUT_S:g} s"
             raise CheckpointError(text) from error
-        report = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        if "error" in report:
-            raise CheckpointError(report["error"], may_pass=report["may_pass"])
-        return FileRecord(size_bytes=report["bytes"], sha256=report["sha256"])
+        reports = {}
+        for rank, key in keys.items():
+            reports[rank] = json.loads(self._store.get(key))
+            self._store.delete_key(key)
+        return reports
 
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
@@ -220,9 +252,9 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     # Not those of `stored`, which are mapped: they would change with the file.
     plain = load_file(folder / MODEL_FILE)
     weights = {}
-    for name in stored:
-        if stored.is_whole(name):
-            weights[name] = plain[name]
-        else:
+    for name in dict.fromkeys([*plain, *stored]):  # extra state of modules is in `plain` only
+        if name in stored and not stored.is_whole(name):
             weights[name] = stored[name]
+        else:
+            weights[name] = plain[name]
     return weights

@@ -79,6 +79,8 @@ class Snapshot:
     metrics: Mapping[str, float] = field(default_factory=dict)
     #: Moves the shards of other ranks into a folder, and returns their records by file name.
     collect_shards: Callable[[Path], Mapping[str, FileRecord]] | None = None
+    #: Waits for the shards of other ranks, and removes them, unless they have been collected.
+    drop_shards: Callable[[], None] = lambda: None
     samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
     #: Shape and type of each tensor in shards in whose place `model` and `trainer` have None, by name or path.
     sharded: Mapping[Any, Any] = field(default_factory=dict)
@@ -203,6 +205,8 @@ class CheckpointStore:
                 f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are unchanged",
                 may_pass=file_retry.is_away(error),
             ) from error
+        finally:
+            snapshot.drop_shards()
         self._broken.discard(final)
         if snapshot.step >= (self.newest_step() or 0):
             self._newest = read_manifest(final)

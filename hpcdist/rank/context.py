@@ -532,9 +532,6 @@ class Context:
             write = partial(self._shards.write, boxes=part.boxes, step=step, staging=staging)
             self._shard_writer.submit(part.state, write)
         if self.is_main:
-            collect_shards = None
-            if owners:
-                collect_shards = partial(self._shards.collect, step, owners, staging)
             sharded = {key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()}
             snapshot = Snapshot(
                 step=step,
@@ -542,10 +539,12 @@ class Context:
                 trainer=state.trainer,
                 rank_states=[rank_state for rank_state, _, _ in gathered],
                 metrics={name: float(value) for name, value in metrics.items()},
-                collect_shards=collect_shards,
                 samples=samples,
                 sharded=plain_state(sharded, "sharded"),
             )
+            if owners:
+                pending = self._shards.pending(step, owners, staging)
+                snapshot = replace(snapshot, collect_shards=pending.collect, drop_shards=pending.drop)
             self._saver.save(snapshot, on_written=report_saved)
         if shard is not None:
             # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
