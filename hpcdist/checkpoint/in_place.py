@@ -19,6 +19,7 @@ from hpcdist.checkpoint.sharded import (
     Whole,
     copy_overlap,
     is_dtensor,
+    is_extra_state,
     is_sharded,
     key_text,
     map_leaves,
@@ -93,7 +94,11 @@ class StoredState:
 
     def _load_module(self, name: str, module: nn.Module, saved: Mapping[str, Any], path: tuple[Any, ...]) -> None:
         """Load a module; its tensors in shards are loaded by `fill`."""
-        if not is_sharded(module.state_dict()) and all(value is not None for value in saved.values()):
+
+        def key_of(name: str) -> Key:
+            return (*path, name) if path else name
+
+        if not is_sharded(module.state_dict()) and not any(key_of(each) in self._wholes for each in saved):
             load_clean_state_dict(module, saved)
             return
         own = clean_state_dict(module)
@@ -108,12 +113,10 @@ class StoredState:
                 f"the checkpoint has {few(unexpected)} of {name}, which {name} has not: load it into the same model"
             )
         for each, value in saved.items():
-            key: Key = (*path, each) if path else each
-            target = own[each]
-            if isinstance(target, Tensor):
-                self._copy(key, value, target)
-        others = {each: value for each, value in saved.items() if value is not None and not isinstance(value, Tensor)}
-        if others:  # extra state
+            if isinstance(own[each], Tensor) and not is_extra_state(each):
+                self._copy(key_of(each), value, own[each])
+        others = {each: value for each, value in saved.items() if is_extra_state(each)}
+        if others:
             keys = {clean: key for key, clean in clean_names(module).items()}
             module.load_state_dict({keys[each]: value for each, value in others.items()}, strict=False)
 

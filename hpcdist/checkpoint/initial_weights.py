@@ -100,6 +100,8 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     state = module.state_dict()
     for key, name in clean_names(module).items():
+        if not isinstance(state[key], Tensor):  # extra state of a module
+            continue
         if state[key].is_meta:
             raise TrainerError(
                 f"ctx.init_from: {name} is on the device meta, which has no memory: call to_empty(device=ctx.device) on"

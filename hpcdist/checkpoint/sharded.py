@@ -96,6 +96,11 @@ def targets_of(value: Tensor) -> list[Target]:
     return [Target(local.detach(), tuple(chunk.offsets))]
 
 
+def is_extra_state(name: str) -> bool:
+    """Return whether a name in a state dict is that of a module's `get_extra_state`, whose value may be anything."""
+    return name.rpartition(".")[2] == "_extra_state"  # documented by torch.nn.Module.state_dict
+
+
 # --- saving
 
 

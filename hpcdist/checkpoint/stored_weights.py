@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpcdist.checkpoint.sharded import Box, Target, Whole, copy_overlap, parts_of
+from hpcdist.checkpoint.sharded import Box, Target, Whole, copy_overlap, is_extra_state, parts_of
 from hpcdist.checkpoint.store import load_file, verified
 from hpcdist.errors import CheckpointError
 from hpcdist.run.checkpoint_files import MODEL_FILE
@@ -15,16 +16,21 @@ from hpcdist.run.checkpoint_files import MODEL_FILE
 class StoredWeights(Mapping[str, Tensor]):
     """The whole tensors of a model by name. Each access reads one from files that are mapped into memory.
 
+    Extra state of modules that is no tensor is left out.
+
     Args:
-        whole: the content of `model.pt`: tensors, and None in place of those in shards.
+        whole: the content of `model.pt`: tensors, None in place of those in shards, and extra state of modules.
         shards: the files with parts of tensors.
 
     Raises CheckpointError if a file cannot be read, or if values of a tensor are in no file.
     """
 
-    def __init__(self, whole: Mapping[str, Tensor | None], shards: Sequence[Path]) -> None:
+    def __init__(self, whole: Mapping[str, Any], shards: Sequence[Path]) -> None:
         # Names of DTensors are in both, so that they keep their order.
-        self._tensors = dict(whole)
+        self._tensors: dict[str, Tensor | None] = {}
+        for name, value in whole.items():
+            if isinstance(value, Tensor) or not is_extra_state(name):
+                self._tensors[name] = value
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         for path in shards:
             for key, box, part in parts_of(path):
