@@ -187,6 +187,9 @@ class Owners:
                 for target in targets_of(value):
                     if owner_of[key]:
                         self._boxes[key] = Box(target.offset, tuple(value.shape))
+                # One without values has no parts, but readers need its shape and type.
+                if not value.numel() and self._owners[:1] == [self._rank]:
+                    self._boxes[key] = Box((0,) * value.dim(), tuple(value.shape))
             self._signature = signature
         return self._boxes, self._owners
 
@@ -281,7 +284,8 @@ class ShardReader:
         for key, parts in targets.items():
             for number, target in enumerate(parts):
                 missing[key, number] = target.tensor.numel()
-        keys = {key for key, parts in targets.items() if parts}
+        # A tensor without values need not be in any shard.
+        keys = {key for key, parts in targets.items() if any(target.tensor.numel() for target in parts)}
         for path in self._files:
             if not keys:
                 return
