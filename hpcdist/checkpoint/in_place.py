@@ -25,7 +25,7 @@ from hpcdist.checkpoint.sharded import (
     map_leaves,
     targets_of,
 )
-from hpcdist.checkpoint.state import clean_names, clean_state_dict, load_clean_state_dict
+from hpcdist.checkpoint.state import clean_names, clean_state_dict, load_clean_state_dict, require_memory
 from hpcdist.errors import CheckpointError, few
 
 
@@ -74,7 +74,8 @@ class StoredState:
     def load(self, model: nn.Module | None, states: Mapping[str, Stateful]) -> None:
         """Load the state of each object under its name. Objects without a saved state stay as they are.
 
-        Raises CheckpointError if names or shapes differ from those in the checkpoint.
+        Raises CheckpointError if names or shapes differ from those in the checkpoint, and TrainerError if a module has
+        no memory.
         """
         pending: list[tuple[Stateful, Any]] = []  # objects with their states, which are complete after `fill`
         if model is not None:
@@ -94,13 +95,30 @@ class StoredState:
 
     def _load_module(self, name: str, module: nn.Module, saved: Mapping[str, Any], path: tuple[Any, ...]) -> None:
         """Load a module; its tensors in shards are loaded by `fill`."""
+        require_memory(module, "restore of the checkpoint")
 
         def key_of(name: str) -> Key:
             return (*path, name) if path else name
 
         if not is_sharded(module.state_dict()) and not any(key_of(each) in self._wholes for each in saved):
-            load_clean_state_dict(module, saved)
+            try:
+                load_clean_state_dict(module, saved)
+            except RuntimeError:
+                self._require_fit(name, module, saved, path)
+                raise
             return
+        self._require_fit(name, module, saved, path)
+        own = clean_state_dict(module)
+        for each, value in saved.items():
+            if isinstance(own[each], Tensor) and not is_extra_state(each):
+                self._copy(key_of(each), value, own[each])
+        others = {each: value for each, value in saved.items() if is_extra_state(each)}
+        if others:
+            keys = {clean: key for key, clean in clean_names(module).items()}
+            module.load_state_dict({keys[each]: value for each, value in others.items()}, strict=False)
+
+    def _require_fit(self, name: str, module: nn.Module, saved: Mapping[str, Any], path: tuple[Any, ...]) -> None:
+        """Raise CheckpointError if the names or shapes in a module differ from the saved ones."""
         own = clean_state_dict(module)
         missing = [each for each in own if each not in saved]
         unexpected = [each for each in saved if each not in own]
@@ -114,20 +132,20 @@ class StoredState:
             )
         for each, value in saved.items():
             if isinstance(own[each], Tensor) and not is_extra_state(each):
-                self._copy(key_of(each), value, own[each])
-        others = {each: value for each, value in saved.items() if is_extra_state(each)}
-        if others:
-            keys = {clean: key for key, clean in clean_names(module).items()}
-            module.load_state_dict({keys[each]: value for each, value in others.items()}, strict=False)
+                self._require_shape((*path, each) if path else each, value, own[each])
 
-    def _copy(self, key: Key, value: Tensor | None, target: Tensor) -> None:
-        """Copy a saved tensor into a tensor of any mesh, or note the target for `fill` if it is in shards."""
+    def _require_shape(self, key: Key, value: Tensor | None, target: Tensor) -> None:
+        """Raise CheckpointError if a saved tensor, or the one in shards, has another shape than that to fill."""
         shape = self._wholes[key].shape if value is None else tuple(value.shape)
         if shape != tuple(target.shape):
             raise CheckpointError(
                 f"{key_text(key)} has the shape {list(target.shape)}, but {list(shape)} in the checkpoint: load it into"
                 " the same model"
             )
+
+    def _copy(self, key: Key, value: Tensor | None, target: Tensor) -> None:
+        """Copy a saved tensor into a tensor of any mesh, or note the target for `fill` if it is in shards."""
+        self._require_shape(key, value, target)
         targets = targets_of(target)
         if value is None:
             self._targets.setdefault(key, []).extend(targets)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.sharded import copy_overlap, targets_of
-from hpcdist.checkpoint.state import clean_names
+from hpcdist.checkpoint.state import clean_names, require_memory
 from hpcdist.checkpoint.store import load_file
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.training_schema import ModelConfig
-from hpcdist.errors import CheckpointError, ConfigError, TrainerError, few, plural
+from hpcdist.errors import CheckpointError, ConfigError, few, plural
 from hpcdist.host.image_identity import install_command
 from hpcdist.run.checkpoint_files import MODEL_FILE, PROGRAM_FILE
 from hpcdist.run.folder import RunDir
@@ -94,19 +94,16 @@ def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping
 def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights by the names of the bare model into a module; other weights of the module stay as they are.
 
-    Of a weight that is sharded over ranks (DTensor) each rank copies its own box: of mapped files it reads only that.
+    Of a weight that is sharded over ranks (DTensor) each rank copies its own box. Of mapped files it reads only that;
+    of the shards of a checkpoint it reads a whole tensor at a time.
 
     Raises TrainerError if a weight is on the device `meta`.
     """
+    require_memory(module, "ctx.init_from")
     state = module.state_dict()
     for key, name in clean_names(module).items():
         if not isinstance(state[key], Tensor):  # extra state of a module
             continue
-        if state[key].is_meta:
-            raise TrainerError(
-                f"ctx.init_from: {name} is on the device meta, which has no memory: call to_empty(device=ctx.device) on"
-                " the model before"
-            )
         targets = targets_of(state[key])
         if targets and name in weights:
             whole = weights[name]

@@ -19,7 +19,7 @@ from hpcdist.checkpoint.saver import plain_state
 from hpcdist.checkpoint.sharded import Box, Key
 from hpcdist.checkpoint.store import FileRecord, load_file, save_file, shard_name
 from hpcdist.checkpoint.stored_weights import StoredWeights
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
 from hpcdist.run.checkpoint_files import MODEL_FILE
 
@@ -60,6 +60,16 @@ def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> Non
     """Load a result of `clean_state_dict` into a module with the same or other wrappers, or without them."""
     wrapped = {clean: key for key, clean in clean_names(module).items()}
     module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
+
+
+def require_memory(module: nn.Module, call: str) -> None:
+    """Raise TrainerError if a weight is on the device `meta`, on which a copy has no effect."""
+    for name, value in clean_state_dict(module).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise TrainerError(
+                f"{call}: {name} is on the device meta, which has no memory: call to_empty(device=ctx.device) on the"
+                " model before"
+            )
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard, load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, save_file, shard_name
 from hpcdist.checkpoint.stored_weights import StoredWeights
+from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.run.weight_files import WeightOrigin
 
 
@@ -85,3 +86,33 @@ def test_weights_of_a_folder_have_the_extra_state(tmp_path: Path) -> None:
     saved.extra = None
     saved.load_state_dict(load_weights(folder))
     assert saved.extra == {"scale": 2.0}
+
+
+def test_plain_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    stored = StoredState(nn.Linear(2, 3).state_dict(), {}, {}, [])
+    with pytest.raises(
+        CheckpointError, match=r"^weight has the shape \[4, 2\], but \[3, 2\] in the checkpoint: load it"
+    ):
+        stored.load(nn.Linear(2, 4), {})
+    with pytest.raises(
+        CheckpointError, match=r"^model has 0.weight, 0.bias, which the checkpoint has not: load it into"
+    ):
+        stored.load(nn.Sequential(nn.Linear(2, 3)), {})
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_checkpoint_cannot_be_restored_without_memory(tmp_path: Path, is_sharded: bool) -> None:
+    """The copy to a model on the device meta has no effect."""
+    saved = nn.Linear(2, 3)
+    stored = in_one_shard(saved, tmp_path) if is_sharded else StoredState(saved.state_dict(), {}, {}, [])
+    message = r"^restore of the checkpoint: weight is on the device meta, .*: call to_empty\(device=ctx.device\) on the"
+    with pytest.raises(TrainerError, match=message):
+        stored.load(nn.Linear(2, 3, device="meta"), {})
+
+
+def test_tensor_without_values_may_be_in_no_shard(tmp_path: Path) -> None:
+    empty: dict[Any, Any] = {"weight": [[0, 3], torch.float32]}
+    model = nn.Embedding(0, 3)
+    stored = StoredState({"weight": None}, {}, empty, [])
+    stored.load(model, {})
+    assert stored.whole_model()["weight"].shape == (0, 3)
