@@ -21,7 +21,9 @@ class CheckpointSearch:
         self._groups = groups
         self._rank = rank
         self._world_size = world_size
-        self._only_there = ""  #: a problem that another rank has with a file, and rank 0 has not
+        self._only_there = (
+            ""  #: a problem that another rank has with a file of the newest valid checkpoint, and rank 0 has not
+        )
 
     def newest(self) -> str:
         """Return the folder of the newest valid checkpoint; empty without one. Call it on every rank.
@@ -51,6 +53,8 @@ class CheckpointSearch:
 
     def _verify(self, folder: Path) -> Manifest:
         """Verify a checkpoint on rank 0, with the help of the others; raise CheckpointError if it is not valid."""
+        self._only_there = ""
+        only_there = ""
         manifest = read_manifest(folder)
         hashes = {name: record.sha256 for name, record in manifest.files.items()}
         self._broadcast({"folder": str(folder), "hashes": hashes})
@@ -61,7 +65,8 @@ class CheckpointSearch:
             for name in self._share(hashes, rank):  # raises the same error, unless only that rank has it
                 verify_file(folder / name, hashes[name])
             # To take an older checkpoint would lose steps, because of one node.
-            self._only_there = f"{problem}: so it is on rank {rank}, but rank 0 reads it as it was written"
+            only_there = f"{problem}: so it is on rank {rank}, but rank 0 reads it as it was written"
+        self._only_there = only_there  # not that of a folder that is skipped
         return manifest
 
     def _share(self, hashes: Mapping[str, str], rank: int) -> list[str]:
