@@ -248,8 +248,8 @@ def write_model(
     """Write the weights of a checkpoint to a file or folder, under their names in the bare model.
 
     The formats `safetensors`, `dcp` and `huggingface` need memory for the largest tensor only, `torch` for all of them;
-    a trainer that changes the weights needs it, too. A safetensors output without an ending is a folder in Hugging
-    Face's layout. The output appears when it is complete.
+    a trainer that changes the weights needs it, too. A safetensors output is a folder in Hugging Face's layout, unless
+    it ends with .safetensors. The output appears when it is complete.
 
     Args:
         stored: the config of the run, whose trainer may change the weights, and must know the format `huggingface`.
@@ -294,7 +294,7 @@ def write_model(
             weight_writers.write_safetensors_folder(weights, file, metadata)
             write_json(file / HUGGING_FACE_CONFIG, document)
             _copy_tokenizer(run, file)
-        elif output.suffix:
+        elif output.suffix == SUFFIXES["safetensors"]:
             weight_writers.write_safetensors(weights, list(weights), file, metadata)
         else:
             file.mkdir()

@@ -107,6 +107,12 @@ def test_exported_shards_have_the_names_of_the_whole_model(run: RunDir, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"runs", file.name, "other"}
 
 
+def test_dot_in_a_name_does_not_make_a_folder_a_file(run: RunDir, tmp_path: Path) -> None:
+    chosen = export.find_checkpoint(run, "final", CheckpointConfig(monitor=METRIC))
+    export.write_model(run, chosen, "safetensors", tmp_path / "llama-3.2")
+    assert [path.name for path in (tmp_path / "llama-3.2").iterdir()] == ["model.safetensors"]
+
+
 def stored(tensors: dict[str, torch.Tensor], folder: Path) -> StoredWeights:
     """Return the weights of a checkpoint in which two ranks hold the parts of each matrix."""
     shards: list[dict[str, Any]] = [{"model": {}, "boxes": {}, "trainer": {}} for _ in range(2)]
