@@ -312,5 +312,8 @@ TRAINER = Trainer(
         "bits per byte of the held-out text": ("eval/bits_per_byte",),
         "share of the peak FLOPS": ("train/mfu", "train/mfu_of_matmul"),
     },
-    fixed_keys=("lm.model", "lm.lora", "lm.sequence_length", "optim.name", "data.global_batch_size"),
+    fixed_keys=(
+        *("lm.model", "lm.lora", "lm.sequence_length", "optim.name", "data.global_batch_size"),
+        *("lm.corpus.tokenizer", "lm.corpus.vocab_size", "lm.corpus.tokenizer_file", "lm.corpus.held_out_every"),
+    ),
 )

@@ -23,7 +23,7 @@ import shutil
 import sysconfig
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -54,6 +54,9 @@ from hpcdist.host.files import fsync_folder, write_atomic
 from hpcdist.host.json_files import fill, read_json, write_json
 from hpcdist.host.locks import lock_now, long_lock, open_lock
 from hpcdist.rank.context import Context
+from hpcdist.run.checkpoint_files import newest_step
+from hpcdist.run.folder import RunDir
+from hpcdist.run.training_record import read_training
 from hpcdist.trainers.lm import CorpusConfig, LmConfig
 from hpcdist.trainers.lm.tokenizer import (
     ARTIFACT_FOLDER,
@@ -63,6 +66,7 @@ from hpcdist.trainers.lm.tokenizer import (
     TokenArray,
     Tokenizer,
     read_tokenizer,
+    tokenizer_of_run,
     train_bpe,
 )
 
@@ -73,6 +77,9 @@ CACHE_FOLDER = "tokens"
 #: The files of tokens, without their ending.
 TRAIN, HELD_OUT = "train", "held_out"
 SPLITS = (TRAIN, HELD_OUT)
+#: The name of the text in the record of an attempt and in MLflow, and those of its splits.
+DATASET = "text"
+_SPLITS_IN_RECORD = {TRAIN: "train", HELD_OUT: "test"}
 FACTS_FILE = "facts.json"
 #: Part of the hash; to be raised when the same text gives other files.
 FORMAT = 1
@@ -122,11 +129,15 @@ class Corpus:
 def prepare(ctx: Context, cfg: Config) -> Corpus:
     """Return the corpus of the config, whose tokens are built before, if need be. Call it on every rank.
 
-    Raises ConfigError if there is no text or too little, and DataError if it cannot be read, has too many corrupt
-    records, or differs between the nodes.
+    A run with a checkpoint keeps its tokenizer. Raises ConfigError if there is no text or too little, and DataError if
+    it cannot be read, has too many corrupt records, differs between the nodes, or is not that of the checkpoint.
     """
     lm = cfg.section(LmConfig)
     topology = ctx.topology
+    has_checkpoint = ctx.groups.broadcast(newest_step(ctx.run) is not None)
+    kept_tokenizer = None
+    if has_checkpoint:  # its weights fit these tokens only; one of the config may have been trained on other text
+        kept_tokenizer = tokenizer_of_run(ctx.run)
     first_weights_tokenizer = ctx.run.init_from / TOKENIZER_FILE
     tokenizer_file = lm.corpus.tokenizer_file
     if not tokenizer_file and first_weights_tokenizer.is_file():
@@ -135,6 +146,7 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
         lm.corpus,
         Path(cfg.data.root).expanduser() / CACHE_FOLDER,
         tokenizer_file=tokenizer_file,
+        kept_tokenizer=kept_tokenizer,
         share=(topology.local_rank, topology.local_world_size),
         alive=ctx.timer.alive,
     )
@@ -147,14 +159,46 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
                 f"rank {rank} has read other text than rank 0 (digests {digest}, not {digests[0]}): put the same files"
                 " on all nodes"
             )
+    if has_checkpoint:
+        _require_same_text(corpus.digests, ctx.groups.broadcast(_digests_before(ctx.run)))
     if ctx.is_main:
+        if not tokenizer.files:  # an attempt without a checkpoint may have had files
+            shutil.rmtree(ctx.run.artifacts / ARTIFACT_FOLDER, ignore_errors=True)
         for name, content in tokenizer.files.items():
             ctx.report.artifact(f"{ARTIFACT_FOLDER}/{name}").write_text(content)
     source = ", ".join(lm.corpus.files) or sysconfig.get_path("stdlib")
-    for split, name, windows in (("train", "train", corpus.train), ("held_out", "test", corpus.held_out)):
-        digest = corpus.digests[split]
-        ctx.report.log_dataset("text", split=name, num_samples=windows.num_windows, digest=digest, source=source)
+    for split, windows in ((TRAIN, corpus.train), (HELD_OUT, corpus.held_out)):
+        ctx.report.log_dataset(
+            DATASET,
+            split=_SPLITS_IN_RECORD[split],
+            num_samples=windows.num_windows,
+            digest=corpus.digests[split],
+            source=source,
+        )
     return corpus
+
+
+def _digests_before(run: RunDir) -> dict[str, str]:
+    """Return the recorded digest of each split in the last attempt that had its tokens; empty without a record."""
+    for attempt in reversed(run.attempts()):
+        record = read_training(attempt)
+        if record is None:
+            continue
+        digests = {dataset.split: dataset.digest for dataset in record.datasets if dataset.name == DATASET}
+        if digests:
+            return digests
+    return {}
+
+
+def _require_same_text(digests: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Raise DataError if the tokens of a run with a checkpoint are not those of the attempt before."""
+    for split, name in _SPLITS_IN_RECORD.items():
+        expected = before.get(name, digests[split])
+        if digests[split] != expected:
+            raise DataError(
+                f"lm.corpus.files: the {split.replace('_', '-')} text is not that of the run's checkpoint (digest"
+                f" {digests[split]}, not {expected}): restore the files, or start a new run with model.init_from"
+            )
 
 
 def _wait_for_all(ctx: Context) -> None:
@@ -213,6 +257,7 @@ def build(
     cache: Path,
     *,
     tokenizer_file: str = "",
+    kept_tokenizer: Tokenizer | None = None,
     share: tuple[int, int] = (0, 1),
     alive: Alive = lambda: None,
 ) -> tuple[Path, Tokenizer]:
@@ -221,6 +266,7 @@ def build(
     Args:
         cache: the folder in which they are kept.
         tokenizer_file: a `tokenizer.json` instead of `cfg.tokenizer`.
+        kept_tokenizer: that of the run, instead of both.
         share: index and number of the processes on this node; each begins with another piece of the text.
 
     Returns the folder with the files of tokens, and the tokenizer. Raises ConfigError and DataError like `prepare`.
@@ -229,7 +275,7 @@ def build(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         build_ = _Build(cfg, cache, files, share, alive)
-        tokenizer = build_.tokenizer(tokenizer_file)
+        tokenizer = kept_tokenizer or build_.tokenizer(tokenizer_file)
         folder = build_.tokens(tokenizer)
     except OSError as error:
         raise DataError(

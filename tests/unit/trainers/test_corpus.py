@@ -578,6 +578,48 @@ def test_a_run_keeps_its_tokenizer(text: Path, tmp_path: Path, tokenizer_file: P
         assert summary(prepare(ctx, ctx._config)) == found
 
 
+def prepare_again(run: RunDir, root: Path, text: Path, **keys: Any) -> Corpus:
+    """Prepare the corpus in a new attempt of a run."""
+    with open_context(Rank(0, 1, root), run, config_for(root, [text], **keys)) as ctx:
+        return prepare(ctx, ctx._config)
+
+
+def add_checkpoint(run: RunDir) -> None:
+    folder = run.checkpoints / "step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_a_run_with_a_checkpoint_keeps_its_tokens(text: Path, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    bpe = {"tokenizer": "bpe", "vocab_size": 300}
+    first = prepare_again(run, tmp_path, text, **bpe)
+    files = dict(first.tokenizer.files)
+    add_checkpoint(run)
+    # A copy of the file has another time: without the run's own, a tokenizer would be trained anew.
+    os.utime(text, (1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "train_bpe", pytest.fail)
+        again = prepare_again(run, tmp_path, text, **bpe)
+    assert (again.digests, again.tokenizer.files) == (first.digests, files)
+
+    write_jsonl(text, [*SENTENCES, "one more sentence"])
+    message = r"^lm\.corpus\.files: the train text is not that of the run's checkpoint \(digest \w+, not"
+    for _ in range(2):  # a refused attempt is not the one to compare with
+        with pytest.raises(DataError, match=message):
+            prepare_again(run, tmp_path, text, **bpe)
+    assert tokenizer_of_run(run).files == files
+
+
+def test_a_run_without_a_checkpoint_may_change_its_text(text: Path, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    first = prepare_again(run, tmp_path, text, tokenizer="bpe", vocab_size=300)
+    write_jsonl(text, SENTENCES[::-1])
+    again = prepare_again(run, tmp_path, text)
+    assert again.digests != first.digests
+    assert isinstance(tokenizer_of_run(run), ByteTokenizer)
+
+
 def test_any_number_of_ranks_reads_each_window_once(text: Path, cache: Path) -> None:
     """A run on 4 ranks that continues on 3 and then on 2 in the middle of an epoch."""
     folder, _ = build(config_of(text), cache)
