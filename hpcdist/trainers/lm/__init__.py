@@ -11,10 +11,11 @@ from typing import Any, Literal
 from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
 from hpcdist.config.trainer_declaration import Trainer
-from hpcdist.config.training_schema import ModelConfig
+from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, ModelConfig
 from hpcdist.data.documents import FOLDER_SUFFIXES
 from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError, plural
+from hpcdist.run.weight_files import TOKENIZER_FILE
 from hpcdist.trainers.lm.huggingface import config_document, section_values
 
 #: Which activations of a layer the backward pass computes again.
@@ -287,7 +288,31 @@ def _check_ranks(config: Config, num_ranks: int) -> list[str]:
 
 
 def _check_host(config: Config) -> list[str]:
-    return config.section(LmConfig).corpus.missing_files("lm.corpus")
+    corpus = config.section(LmConfig).corpus
+    return corpus.missing_files("lm.corpus") + _tokenizer_problems(config, corpus)
+
+
+def _tokenizer_problems(config: Config, corpus: CorpusConfig) -> list[str]:
+    """Return the problem with the tokenizer of a model in Hugging Face's format, if there is one."""
+    folder = Path(config.model.init_from)
+    if not (folder / HUGGING_FACE_CONFIG).is_file() or corpus.tokenizer_file:
+        return []
+    if not (folder / TOKENIZER_FILE).is_file():
+        return [
+            f"model.init_from: {folder} has no {TOKENIZER_FILE}, without which its weights have no meaning: add the"
+            " file, or name one in lm.corpus.tokenizer_file"
+        ]
+    if corpus.tokenizer != CorpusConfig.tokenizer:
+        return [two_tokenizers(corpus, str(folder))]
+    return []
+
+
+def two_tokenizers(corpus: CorpusConfig, source: str) -> str:
+    """Return the message for a tokenizer to train and weights that have one."""
+    return (
+        f"lm.corpus.tokenizer={corpus.tokenizer} is not for the weights of model.init_from={source}, which have a"
+        " tokenizer: leave it out"
+    )
 
 
 def _exported_weights(config: Config, weights: Mapping[str, Any]) -> Mapping[str, Any]:

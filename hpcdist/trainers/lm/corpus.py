@@ -57,7 +57,7 @@ from hpcdist.rank.context import Context
 from hpcdist.run.checkpoint_files import newest_step
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import read_training
-from hpcdist.trainers.lm import CorpusConfig, LmConfig
+from hpcdist.trainers.lm import CorpusConfig, LmConfig, two_tokenizers
 from hpcdist.trainers.lm.tokenizer import (
     ARTIFACT_FOLDER,
     TOKENIZER_FILE,
@@ -141,6 +141,8 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
     first_weights_tokenizer = ctx.run.init_from / TOKENIZER_FILE
     tokenizer_file = lm.corpus.tokenizer_file
     if not tokenizer_file and first_weights_tokenizer.is_file():
+        if lm.corpus.tokenizer != CorpusConfig.tokenizer and not has_checkpoint:
+            raise ConfigError(two_tokenizers(lm.corpus, cfg.model.init_from))
         tokenizer_file = str(first_weights_tokenizer)
     folder, tokenizer = build(
         lm.corpus,

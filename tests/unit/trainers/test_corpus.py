@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -576,6 +577,11 @@ def test_a_run_keeps_its_tokenizer(text: Path, tmp_path: Path, tokenizer_file: P
     (second.init_from / "tokenizer.json").write_text(tokenizer_file.read_text())
     with open_context(Rank(0, 1, tmp_path), second, config_for(tmp_path, [text])) as ctx:
         assert summary(prepare(ctx, ctx._config)) == found
+    third = new_run(tmp_path, "third")
+    shutil.copytree(second.init_from, third.init_from)
+    message = r"^lm\.corpus\.tokenizer=bpe is not for the weights of model\.init_from=.*, which have a tokenizer: leave"
+    with pytest.raises(ConfigError, match=message):
+        prepare_again(third, tmp_path, text, tokenizer="bpe")
 
 
 def prepare_again(run: RunDir, root: Path, text: Path, **keys: Any) -> Corpus:

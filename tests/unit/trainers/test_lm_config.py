@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,14 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, cross_check, new_run_problems
 from hpcdist.errors import ConfigError
+from hpcdist.run.create import check_trainer
 from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
 
 
-def config_of(text: str, tmp_path: Path) -> Config:
+def config_of(text: str, tmp_path: Path, overrides: Sequence[str] = ()) -> Config:
     file = tmp_path / "lm.yaml"
     file.write_text(f"trainer: lm\n{text}")
-    return load_config(file)
+    return load_config(file, overrides)
 
 
 def with_mesh(**sizes: int) -> Config:
@@ -84,6 +86,26 @@ def test_a_new_run_checks_its_ranks_before_they_start() -> None:
     # 16 windows are no multiple of 3 ranks.
     assert new_run_problems(with_mesh(), num_ranks=3) == []
     assert cross_check(with_mesh()) == []
+
+
+def test_weights_in_a_folder_need_their_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 1,'
+        ' "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}'
+    )
+    base = ["data.global_batch_size=8", f"model.init_from={tmp_path}"]
+    message = rf"^model\.init_from: {tmp_path} has no tokenizer\.json, without which its weights have no meaning: add"
+    for others in ([], ["lm.corpus.tokenizer=bpe"]):
+        with pytest.raises(ConfigError, match=message):
+            check_trainer(config_of("", tmp_path, [*base, *others]), tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    message = r"^lm\.corpus\.tokenizer=bpe is not for the weights of model\.init_from=.*, which have a tokenizer: leave"
+    with pytest.raises(ConfigError, match=message):
+        check_trainer(config_of("", tmp_path, [*base, "lm.corpus.tokenizer=bpe"]), tmp_path)
+    check_trainer(config_of("", tmp_path, base), tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    check_trainer(config_of("", tmp_path, [*base, f"lm.corpus.tokenizer_file={tmp_path}/other.json"]), tmp_path)
 
 
 def test_flops_are_those_of_products_and_attention() -> None:
