@@ -6,7 +6,8 @@ a checkpoint.
 
     source.json                    the record `WeightOrigin`, written last
     weights.pt  weights.safetensors        a state dict; or
-    model.pt  shard-00002.pt               the files of a checkpoint with weights; or
+    model.pt  shard-00002.pt               the files of a checkpoint with weights, and
+    tokenizer.json  tokenizer_config.json  of a language model its tokenizer; or
     model.pt2                              a final model of `hpcdist`, a program of torch.export; or
     config.json  model.safetensors  …      a model in Hugging Face's format
 

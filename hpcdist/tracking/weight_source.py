@@ -24,6 +24,9 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import resolve_run
 from hpcdist.run.weight_files import (
     KEY,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    TOKENIZER_FOLDER,
     WEIGHT_FILES_OF_CHECKPOINT,
     LocalWeights,
     WeightOrigin,
@@ -86,7 +89,7 @@ def _weights_of_run(source: str, run: RunDir) -> LocalWeights:
 def checkpoint_weights(
     source: str, folder: Path, *, found: str = "", facts: CheckpointFacts | None = None
 ) -> LocalWeights:
-    """Return the weights in the folder of a checkpoint, or in a copy of one.
+    """Return the weights in the folder of a checkpoint, or in a copy of one, and the tokenizer of its run.
 
     Raises ConfigError if its manifest is damaged.
     """
@@ -106,7 +109,18 @@ def checkpoint_weights(
         step=step,
         sha256=facts.sha256 if facts is not None else "",
     )
-    return LocalWeights(origin=origin, files={name: folder / name for name in sha256}, sha256=sha256)
+    files = {name: folder / name for name in sha256}
+    return LocalWeights(origin=origin, files={**files, **_tokenizer_files(folder)}, sha256=sha256)
+
+
+def _tokenizer_files(checkpoint: Path) -> dict[str, Path]:
+    """Return the files of the tokenizer of a checkpoint's run, by name; none if the folder is not in a run."""
+    folder = checkpoint.absolute()
+    run = RunDir(folder.parent.parent)
+    if folder.parent != run.checkpoints:
+        return {}
+    paths = [run.artifacts / TOKENIZER_FOLDER / name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG)]
+    return {path.name: path for path in paths if path.is_file()}
 
 
 @dataclass(frozen=True, kw_only=True)

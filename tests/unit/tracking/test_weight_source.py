@@ -78,6 +78,24 @@ def test_run_stands_for_the_checkpoint_that_export_chooses(
     assert copy["weight"].tolist() == [step, step]
 
 
+def test_tokenizer_of_a_run_comes_with_its_weights(scene: Scene, tmp_path: Path) -> None:
+    folder = add_checkpoint(scene.run, 4, 0.5)
+    tokenizer = scene.run.artifacts / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    contents = {"tokenizer.json": "{}", "tokenizer_config.json": '{"eos_token": "<end>"}'}
+    for name, content in contents.items():
+        (tokenizer / name).write_text(content)
+    for number, source in enumerate(["first", str(folder)]):
+        copy = tmp_path / f"copy{number}"
+        find(tmp_path, source).copy_to(copy)
+        assert {path.name for path in copy.iterdir()} == {"model.pt", "source.json", *contents}
+        assert {name: (copy / name).read_text() for name in contents} == contents
+        assert read_weights(copy)["weight"].tolist() == [4, 4]
+    shutil.copytree(folder, tmp_path / "elsewhere" / "copied")  # not in a run
+    find(tmp_path, str(tmp_path / "elsewhere" / "copied")).copy_to(tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"model.pt", "source.json"}
+
+
 def test_origin_of_the_weights_becomes_tags_in_mlflow(scene: Scene, tmp_path: Path) -> None:
     add_checkpoint(scene.run, 4, 0.5)
     origin = origin_of(find(tmp_path, "first"), tmp_path)
