@@ -227,7 +227,7 @@ class Meter:
 
 
 def build_optimizer(parameters: ParamsT, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Return the fused implementation of the configured optimizer, of parameters or groups of them.
+    """Return the configured optimizer, of parameters or groups of them, fused unless torch has no such implementation.
 
     From a saved state it loads the state of each parameter only: options such as weight decay come from the config.
     """
@@ -236,11 +236,19 @@ def build_optimizer(parameters: ParamsT, cfg: OptimConfig) -> torch.optim.Optimi
         optimizer = torch.optim.SGD(
             parameters, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, fused=True
         )
+        for group in optimizer.param_groups:
+            if any(_is_distributed(parameter) for parameter in group["params"]):
+                group["fused"] = None  # torch chooses another: DTensor has no fused SGD
     else:
         kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
         optimizer = kind(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     optimizer.register_load_state_dict_pre_hook(_with_own_options)
     return optimizer
+
+
+def _is_distributed(parameter: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, whose import takes long."""
+    return hasattr(parameter, "device_mesh")
 
 
 def _with_own_options(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:

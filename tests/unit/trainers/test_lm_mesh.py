@@ -1,7 +1,6 @@
 """The trainer `lm` on meshes of ranks against one plain process: the same weights, windows and optimizer."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -49,6 +48,7 @@ class Case:
     most: int | None = None  #: windows of a pass
     recomputed: Recomputed = "none"
     max_norm: float | None = 1.0
+    optim: OptimConfig = OPTIM
 
 
 def new_model(case: Case) -> Decoder:
@@ -69,7 +69,7 @@ def plain_losses(case: Case) -> list[float]:
     model = new_model(case)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    optimizer = build_optimizer(parameter_groups(model, OPTIM), OPTIM)
+    optimizer = build_optimizer(parameter_groups(model, case.optim), case.optim)
     losses = []
     for step in range(case.num_steps):
         batch = batch_of(step)
@@ -90,7 +90,7 @@ def mesh_losses(here: Rank, sizes: tuple[int, int, int], case: Case) -> list[flo
     parallelize(model, mesh, in_bf16=case.dtype == "bf16", recomputed=case.recomputed)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    optimizer = build_optimizer(parameter_groups(model, OPTIM), OPTIM)
+    optimizer = build_optimizer(parameter_groups(model, case.optim), case.optim)
     meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
     assert len(meshes) == 1, "torch clips gradients of one mesh only"
     index, num_parts = data_index(mesh)
@@ -107,13 +107,13 @@ def mesh_losses(here: Rank, sizes: tuple[int, int, int], case: Case) -> list[flo
     return losses
 
 
-def run_cases(here: Rank, cases: list[tuple[tuple[int, int, int], dict[str, Any]]]) -> list[list[float]]:
-    return [mesh_losses(here, sizes, Case(**case)) for sizes, case in cases]
+def run_cases(here: Rank, cases: list[tuple[tuple[int, int, int], Case]]) -> list[list[float]]:
+    return [mesh_losses(here, sizes, case) for sizes, case in cases]
 
 
 def check(num_ranks: int, cases: list[tuple[tuple[int, int, int], Case]]) -> None:
     """Compare each case on its mesh with the plain loop. All ranks must agree on each loss."""
-    by_rank = spawn_ranks(run_cases, num_ranks, cases=[(sizes, asdict(case)) for sizes, case in cases])
+    by_rank = spawn_ranks(run_cases, num_ranks, cases=cases)
     assert all(losses == by_rank[0] for losses in by_rank)
     for (sizes, case), losses in zip(cases, by_rank[0], strict=True):
         plain = case
@@ -147,6 +147,7 @@ def test_two_ranks_train_like_one_on_every_mesh() -> None:
             ((2, 1, 1), Case(num_steps=3, most=3, recomputed="selective")),
             ((1, 1, 2), Case(variant="qwen", num_steps=3, recomputed="full")),
             ((1, 1, 2), Case(variant="tied", num_steps=3, max_norm=None)),
+            ((1, 2, 1), Case(num_steps=3, optim=OptimConfig(name="sgd", lr=0.1, weight_decay=0.1))),
         ],
     )
 
@@ -154,7 +155,7 @@ def test_two_ranks_train_like_one_on_every_mesh() -> None:
 @pytest.mark.processes
 def test_one_rank_trains_bit_equal_to_a_plain_loop() -> None:
     case = Case(dtype="float32", num_steps=3)
-    ((losses,),) = spawn_ranks(run_cases, 1, cases=[((1, 1, 1), asdict(case))])
+    ((losses,),) = spawn_ranks(run_cases, 1, cases=[((1, 1, 1), case)])
     assert losses == plain_losses(case)
 
 
@@ -175,5 +176,5 @@ def test_every_mesh_trains_like_one_process(num_ranks: int, dtype: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_rank_trains_bit_equal_in_each_variant(variant: str) -> None:
     case = Case(variant, "float32")
-    ((losses,),) = spawn_ranks(run_cases, 1, cases=[((1, 1, 1), asdict(case))])
+    ((losses,),) = spawn_ranks(run_cases, 1, cases=[((1, 1, 1), case)])
     assert losses == plain_losses(case)
