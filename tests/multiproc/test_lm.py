@@ -1,5 +1,6 @@
 """The trainer `lm` through `Context`: windows, losses and weights of runs that stop and continue on other ranks."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Letters:
         return len(ids)
 
 
-def config(tensor: int = 1) -> Config:
+def config(tensor: int = 1, lr: float = 0.01) -> Config:
     lm = LmConfig(
         model=SIZES,
         mesh=LmMeshConfig(tensor=tensor),
@@ -58,7 +59,7 @@ def config(tensor: int = 1) -> Config:
         seed=3,
         trainer=TrainerConfig(target="lm"),
         data=DataConfig(global_batch_size=BATCH_SIZE),
-        optim=OptimConfig(name="adamw", lr=0.01, max_grad_norm=1.0),
+        optim=OptimConfig(name="adamw", lr=lr, max_grad_norm=1.0),
         stop=StopConfig(max_steps=NUM_STEPS),
         checkpoint=CheckpointConfig(monitor="eval/bits_per_byte", monitor_mode="min"),
         tracking=TrackingConfig(log_every_steps=1),
@@ -69,9 +70,9 @@ def config(tensor: int = 1) -> Config:
 Audit = list[tuple[int, bytes]]
 
 
-def fit(here: Rank, path: Path, last_step: int | None, tensor: int) -> tuple[str, Audit]:
+def fit(here: Rank, path: Path, last_step: int | None, tensor: int, lr: float = 0.01) -> tuple[str, Audit]:
     """Train as the worker does. Returns the reason of the end, and step and content of this rank's windows."""
-    cfg = config(tensor)
+    cfg = config(tensor, lr)
     audit: Audit = []
     of_step = trainer.Batches.of_step
 
@@ -148,6 +149,13 @@ def test_each_window_is_trained_once_an_epoch(undisturbed: Trained) -> None:
     assert len(undisturbed.metric("eval/bits_per_byte")) == 4  # after steps 3, 4, 6 and 7
     samples = sorted(path.name for path in undisturbed.run.artifacts.glob("samples/*"))
     assert samples[0] == "step-00000003.txt"
+
+
+def test_a_diverged_run_writes_no_sample(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    ((reason, _),) = spawn_ranks(fit, 1, path=run.path, last_step=None, tensor=1, lr=math.inf)
+    assert reason.startswith(f"trained {NUM_STEPS} steps")
+    assert not list(run.artifacts.glob("samples/*"))
 
 
 def test_a_resumed_run_is_bit_equal_on_the_same_ranks(undisturbed: Trained, tmp_path: Path) -> None:

@@ -86,7 +86,10 @@ def train(ctx: Context, cfg: Config) -> None:
         with meter.paused():
             with ctx.timer.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, model, held_out)
-                write_sample(ctx, lm, model, corpus, progress.step)
+                if math.isfinite(metrics["eval/loss"]):
+                    write_sample(ctx, lm, model, corpus, progress.step)
+                elif ctx.is_main:
+                    log.warning("no sample text at step %d: eval/loss is %s", progress.step, metrics["eval/loss"])
                 free_gathered(model)
             progress.end_epoch(metrics)
             steps.save(metrics)
