@@ -115,7 +115,7 @@ def documents_of(piece: Piece, on_corrupt: OnCorrupt) -> Iterator[Document]:
 def split_held_out(documents: Iterator[Document], every: int) -> Iterator[tuple[Document, bool]]:
     """Yield the documents of a piece, and whether each is held out: the last one of every `every`.
 
-    With fewer documents, the same fraction of their text is held out, at the end of the last one.
+    With fewer documents, the same fraction of their text is held out, at their end.
     """
     first = list(islice(documents, every))
     if len(first) < every:
@@ -131,15 +131,19 @@ def _chained(first: list[Document], others: Iterator[Document]) -> Iterator[Docu
 
 
 def _with_end_held_out(documents: list[Document], every: int) -> Iterator[tuple[Document, bool]]:
-    if not documents:
-        return
-    *others, last = documents
-    for document in others:
-        yield document, False
-    num_held_out = sum(len(document.text) for document in documents) // every
-    cut = max(len(last.text) - num_held_out, len(last.text) // 2)
-    yield Document(last.text[:cut], ends=False), False
-    yield Document(last.text[cut:], ends=last.ends), True
+    num_train = sum(len(document.text) for document in documents)
+    num_train -= num_train // every
+    for document in documents:
+        cut = min(num_train, len(document.text))
+        num_train -= cut
+        if cut == len(document.text):
+            yield document, False
+        elif cut == 0:
+            yield document, True
+        else:
+            # What follows a part is in the other file: without an end, it would continue in another text.
+            yield Document(document.text[:cut], ends=True), False
+            yield Document(document.text[cut:], ends=True), True
 
 
 class _Lines:

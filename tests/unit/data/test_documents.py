@@ -222,5 +222,16 @@ def test_one_of_every_few_documents_is_held_out() -> None:
 
 def test_of_few_documents_the_end_is_held_out() -> None:
     assert split(["abcd", "0123456789ab"], 4) == (["abcd", "01234567"], ["89ab"])
-    assert split(["abcdefghijklmnopqrst", "01"], 4) == (["abcdefghijklmnopqrst", "0"], ["1"])
+    assert split(["abcdefghijklmnopqrst", "01"], 4) == (["abcdefghijklmnopq"], ["rst", "01"])
+    assert split(["abcdefgh", "0123"], 3) == (["abcdefgh"], ["0123"])
+    assert split(["abc"], 4) == (["abc"], [])
     assert split([], 4) == ([], [])
+
+
+def test_both_parts_of_a_divided_document_end() -> None:
+    parts = [Document("abcd", ends=False), Document("efgh", ends=False)]
+    assert list(split_held_out(iter(parts), 4)) == [
+        (parts[0], False),
+        (Document("ef"), False),
+        (Document("gh"), True),
+    ]

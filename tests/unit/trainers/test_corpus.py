@@ -185,7 +185,8 @@ def test_a_piece_of_another_process_is_awaited(
     monkeypatch.setattr(corpus, "long_lock", end_other)
     folder, _ = build(config_of(text), cache)
     assert awaited == ["3.lock"]
-    assert sum(tokens.count(END) for tokens in tokens_in(folder).values()) == len(SENTENCES)
+    num_ends = sum(tokens.count(END) for tokens in tokens_in(folder).values())
+    assert num_ends == len(SENTENCES) + 1  # one of the last piece is divided
 
 
 @pytest.mark.processes
@@ -318,10 +319,10 @@ def test_too_little_text_is_refused(text: Path, cache: Path) -> None:
     write_jsonl(text, ["a short text"])
     folder, tokenizer = build(config_of(text), cache)
     with pytest.raises(
-        ConfigError, match=r"lm\.corpus\.files: the train text has 12 tokens, too few for a window of 20"
+        ConfigError, match=r"lm\.corpus\.files: the train text has 13 tokens, too few for a window of 20"
     ):
         open_corpus(folder, tokenizer, 20, seed=0)
-    with pytest.raises(ConfigError, match="the held-out text has 1 tokens, too few for a window of 5 and the next one"):
+    with pytest.raises(ConfigError, match="the held-out text has 0 tokens, too few for a window of 5 and the next one"):
         open_corpus(folder, tokenizer, 5, seed=0)
     text.write_text("")
     folder, tokenizer = build(config_of(text), cache)
