@@ -21,14 +21,14 @@ def find_text_files(patterns: Sequence[str], *, key: str, folder_suffixes: Seque
         folder_suffixes: endings of the files that are taken of a folder, and of its subfolders; without them, a folder
             matches no file.
 
-    Raises ConfigError for a pattern without files.
+    Raises ConfigError for a pattern without files, and for a folder that cannot be read.
     """
     if not patterns:
         return _library_files(key)
     matching: set[Path] = set()
     for pattern in patterns:
         if folder_suffixes and Path(pattern).is_dir():
-            files = _files_in(Path(pattern), folder_suffixes)
+            files = _files_in(Path(pattern), folder_suffixes, key)
             problem = (
                 f"{pattern} has no files {', '.join(folder_suffixes)}: for other text use a glob, such as"
                 f" {pattern}/**/*.py"
@@ -42,13 +42,18 @@ def find_text_files(patterns: Sequence[str], *, key: str, folder_suffixes: Seque
     return sorted(matching)
 
 
-def _files_in(folder: Path, suffixes: Sequence[str]) -> set[Path]:
+def _files_in(folder: Path, suffixes: Sequence[str], key: str) -> set[Path]:
     """Return the files with these endings in a folder and its subfolders, without hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{key}: {error.filename} cannot be read: {error.strerror}")
+
     files = set()
-    for path in folder.rglob("*"):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix in suffixes and not is_hidden and path.is_file():
-            files.add(path)
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # the others are not walked then
+        for path in [Path(place, name) for name in names]:
+            if path.suffix in suffixes and not path.name.startswith(".") and path.is_file():
+                files.add(path)
     return files
 
 

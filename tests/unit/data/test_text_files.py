@@ -1,6 +1,9 @@
 """Which files are the text of a language model."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +33,19 @@ def test_a_folder_has_files_with_the_given_endings(folder: Path) -> None:
     assert names(find_text_files([str(folder)], key="k", folder_suffixes=(".txt",))) == ["b.txt", "c.txt"]
     with pytest.raises(ConfigError, match=r"k: .* has no files \.jsonl: for other text use a glob, such as .*/\*\*/"):
         find_text_files([str(folder)], key="k", folder_suffixes=(".jsonl",))
+
+
+def test_a_folder_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refused(path: Any) -> Any:
+        if Path(path) == folder / "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ConfigError, match=rf"^k: {folder}/sub cannot be read: Permission denied$"):
+        find_text_files([str(folder)], key="k", folder_suffixes=(".txt",))
 
 
 def test_a_pattern_must_match_a_file(folder: Path) -> None:
