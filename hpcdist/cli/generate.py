@@ -20,20 +20,42 @@ app = typer.Typer()
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 #: Bytes of a character in UTF-8 at most: an end of more replacement characters is not an incomplete one.
 _MAX_CHARACTER_BYTES = 4
+#: Memory for the keys and values of so many tokens is reserved at once.
+_MAX_TOKENS = 100_000
+#: Seeds of torch have 64 bits.
+_MAX_SEED = 2**63 - 1
+#: Below, logits divided by it may not be finite; above, all tokens are about equally probable.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.001, 1000.0
+
+
+def _in_range(temperature: float) -> float:
+    """Return a temperature. Raises typer.BadParameter if it is not 0 and beyond its bounds, or NaN."""
+    if temperature == 0 or _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
+        return temperature
+    raise typer.BadParameter(
+        f"{temperature:g} is neither 0 nor a number from {_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}."
+    )
 
 
 @app.command()
 def generate(
     run: options.RunName,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text that the model continues.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 100,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, max=_MAX_TOKENS, help="Tokens to generate at most.")
+    ] = 100,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, help="0 takes the most probable token, larger values draw more.")
+        float,
+        typer.Option(
+            "--temperature",
+            callback=_in_range,
+            help="0 takes the most probable token, larger values draw more.",
+        ),
     ] = 0.8,
     top_k: Annotated[
         int, typer.Option("--top-k", min=0, help="Draw from this number of most probable tokens; 0: from all.")
     ] = 50,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=_MAX_SEED, help="Seed of the draws.")] = 0,
 ) -> None:
     """Let the language model of a run continue a text.
 

@@ -83,6 +83,12 @@ def test_mistakes_of_generate_are_one_line(hpcdist: Cli, make: Make, monkeypatch
     saved_decoder(run, 1)
     assert one_line(hpcdist("generate", "lm", "")) == "PROMPT is empty: give the text that the model continues"
     assert "Invalid value for '--temperature'" in one_line(hpcdist("generate", "lm", "a", "--temperature", "-1"))
+    for value in ("nan", "inf", "1e-45"):
+        message = f"{value} is neither 0 nor a number from 0.001 to 1000"
+        assert message in one_line(hpcdist("generate", "lm", "a", "--temperature", value))
+    for option in ("--seed", "--max-tokens"):
+        message = one_line(hpcdist("generate", "lm", "a", option, "10000000000000000000000"))
+        assert f"Invalid value for '{option}'" in message
     load = builtins.__import__
 
     def without_torch(name: str, *args: Any) -> Any:
