@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -45,8 +47,21 @@ def describe() -> list[tuple[str, str, Any, str]]:
             assert isinstance(body, ast.ClassDef)
             sources[section] = documented(body)
         kind, documentation = sources[section][key.name]
-        rows.append((path, kind, default_of(key), documentation))
+        rows.append((path, declared_type(section, kind), default_of(key), documentation))
     return rows
+
+
+def declared_type(section: type, kind: str) -> str:
+    """Return the type of a key as its section declares it, with the choices in place of the name of a Literal."""
+    module = sys.modules[section.__module__]
+
+    def choices(name: re.Match[str]) -> str:
+        value = getattr(module, name[0], None)
+        if get_origin(value) is Literal:
+            return f"Literal{list(get_args(value))}"
+        return name[0]
+
+    return re.sub(r"\b[A-Z]\w*", choices, kind)
 
 
 def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcdist.config import document
 from hpcdist.config.conversion import as_written, convert, exact, texts_of
-from hpcdist.config.describe import all_keys
+from hpcdist.config.describe import all_keys, declared_type
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
 from hpcdist.config.removed import removal, without_removed_defaults
 from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, to_tree
@@ -438,7 +438,7 @@ def _at(tree: object, path: Sequence[str]) -> Any:
 @functools.cache
 def _types() -> dict[str, str]:
     """Return the declared type of each key, by dotted key."""
-    return {path: str(key.type) for path, _, key in all_keys()}
+    return {path: declared_type(section, str(key.type)) for path, section, key in all_keys()}
 
 
 def _sentences(key: str, value: object) -> list[str]:

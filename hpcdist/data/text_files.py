@@ -33,6 +33,9 @@ def find_text_files(patterns: Sequence[str], *, key: str, folder_suffixes: Seque
                 f"{pattern} has no files {', '.join(folder_suffixes)}: for other text use a glob, such as"
                 f" {pattern}/**/*.py"
             )
+        elif Path(pattern).is_file():  # its name may have characters of a glob
+            files = {Path(pattern)}
+            problem = ""
         else:
             files = {path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()}
             problem = f"{pattern!r} matches no file"

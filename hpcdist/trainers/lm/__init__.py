@@ -18,6 +18,8 @@ from hpcdist.errors import ConfigError, plural
 from hpcdist.run.weight_files import TOKENIZER_FILE
 from hpcdist.trainers.lm.huggingface import config_document, section_values
 
+#: Tokens of the tokenizer of bytes: their values, and an end token.
+NUM_BYTE_TOKENS = 257
 #: Which activations of a layer the backward pass computes again.
 Recomputed = Literal["none", "selective", "full"]
 #: The layers to which LoRA can be added.
@@ -74,7 +76,7 @@ class LmModelConfig(ConfigSection):
             if self.vocab_size < vocab_size:
                 raise ConfigError(
                     f"lm.model.vocab_size={self.vocab_size} is less than the {vocab_size} tokens of the tokenizer:"
-                    " leave lm.corpus.tokenizer_file out, or use one with fewer tokens"
+                    " raise it, or use a tokenizer with fewer tokens"
                 )
             return self.vocab_size
         return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -274,6 +276,12 @@ def _check(config: Config) -> list[str]:
             )
     if lm.lora.rank and tensor > 1:
         problems.append(f"lm.lora.rank={lm.lora.rank} needs lm.mesh.tensor=1, got {tensor}: divide by lm.mesh.shard")
+    names_tokenizer = lm.corpus.tokenizer_file or config.model.init_from
+    if lm.corpus.tokenizer == "byte" and not names_tokenizer:
+        try:
+            lm.model.padded_vocab_size(NUM_BYTE_TOKENS)
+        except ConfigError as error:
+            problems += error.problems
     if lm.lora.rank and not config.model.init_from:
         problems.append(f"lm.lora.rank={lm.lora.rank} needs model.init_from, the weights that stay: set it")
     return problems

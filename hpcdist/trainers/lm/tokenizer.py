@@ -12,6 +12,7 @@ import torch
 
 from hpcdist.errors import DataError, shortened
 from hpcdist.run.folder import RunDir
+from hpcdist.trainers.lm import NUM_BYTE_TOKENS
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -22,7 +23,7 @@ ARTIFACT_FOLDER = "tokenizer"
 #: End tokens of common tokenizers, for a file without a configuration beside it.
 END_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 #: Values of a byte.
-NUM_BYTES = 256
+NUM_BYTES = NUM_BYTE_TOKENS - 1
 
 
 class Tokenizer(Protocol):
@@ -59,7 +60,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The bytes of UTF-8 as tokens, and an end token."""
 
-    vocab_size = NUM_BYTES + 1
+    vocab_size = NUM_BYTE_TOKENS
     end_token = NUM_BYTES
     files: Mapping[str, str] = {}
 
@@ -156,21 +157,21 @@ def read_tokenizer(path: Path) -> FileTokenizer:
 
     Raises DataError if one of the files cannot be read.
     """
+    current = path
     try:
         document = path.read_text()
         config: Any = {}
-        beside = path.with_name(TOKENIZER_CONFIG)
-        if beside.is_file():
-            path = beside
-            config = json.loads(beside.read_text())
+        current = path.with_name(TOKENIZER_CONFIG)
+        if current.is_file():
+            config = json.loads(current.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): write it again") from error
+        raise DataError(f"{current} cannot be read ({error}): write it again") from error
     end_text = ""
     if isinstance(config, dict):
         end_text = config.get("eos_token") or ""
     if isinstance(end_text, dict):  # an added token with its properties
         end_text = end_text.get("content", "")
-    return FileTokenizer(document, str(end_text), str(path.with_name(TOKENIZER_FILE)))
+    return FileTokenizer(document, str(end_text), str(path))
 
 
 def tokenizer_of_run(run: RunDir) -> Tokenizer:

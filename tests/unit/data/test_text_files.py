@@ -29,6 +29,11 @@ def test_patterns_match_files_once_and_sorted(folder: Path) -> None:
     assert names(find_text_files(patterns, key="k")) == ["a.md", "b.txt", "c.txt"]
 
 
+def test_a_name_may_have_characters_of_a_glob(folder: Path) -> None:
+    (folder / "a[1].txt").touch()
+    assert names(find_text_files([f"{folder}/a[1].txt"], key="k")) == ["a[1].txt"]
+
+
 def test_a_folder_has_files_with_the_given_endings(folder: Path) -> None:
     assert names(find_text_files([str(folder)], key="k", folder_suffixes=(".txt",))) == ["b.txt", "c.txt"]
     with pytest.raises(ConfigError, match=r"k: .* has no files \.jsonl: for other text use a glob, such as .*/\*\*/"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hpcdist.config.describe import describe
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, cross_check, new_run_problems
 from hpcdist.errors import ConfigError
@@ -86,6 +87,30 @@ def test_a_new_run_checks_its_ranks_before_they_start() -> None:
     # 16 windows are no multiple of 3 ranks.
     assert new_run_problems(with_mesh(), num_ranks=3) == []
     assert cross_check(with_mesh()) == []
+
+
+def test_choices_of_a_key_are_named(tmp_path: Path) -> None:
+    text = "data: {global_batch_size: 8}"
+    message = "lm.activation_checkpointing must be one of none, selective, full, got 'foo'"
+    with pytest.raises(ConfigError, match=message):
+        config_of(text, tmp_path, ["lm.activation_checkpointing=foo"])
+    with pytest.raises(ConfigError, match=r"lm.lora.targets\S* must be one of q_proj, k_proj, .*down_proj, got 'q'"):
+        config_of(text, tmp_path, ["lm.lora.targets=[q]"])
+    types = {key: kind for key, kind, _, _ in describe()}
+    assert types["lm.activation_checkpointing"] == "Literal['none', 'selective', 'full']"
+
+
+def test_too_few_rows_for_bytes_are_refused(tmp_path: Path) -> None:
+    text = "data: {global_batch_size: 8}"
+    message = (
+        "lm.model.vocab_size=256 is less than the 257 tokens of the tokenizer: raise it, or use a tokenizer with fewer"
+    )
+    with pytest.raises(ConfigError, match=message):
+        config_of(text, tmp_path, ["lm.model.vocab_size=256"])
+    with pytest.raises(ConfigError, match=message.replace("257", "300")):
+        LmModelConfig(vocab_size=256).padded_vocab_size(300)
+    for others in ("lm.corpus.tokenizer_file=t.json", "lm.corpus.tokenizer=bpe", "model.init_from=other"):
+        config_of(text, tmp_path, ["lm.model.vocab_size=256", others])
 
 
 def test_weights_in_a_folder_need_their_tokenizer(tmp_path: Path) -> None:
