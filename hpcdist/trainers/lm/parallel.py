@@ -142,8 +142,10 @@ def _shard(model: Decoder, mesh: DeviceMesh, *, in_bf16: bool) -> None:
     if in_bf16:
         # Tables of rotary positions, which are inputs, keep their precision.
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # With one shard a rank has all weights anyway: freeing them after the forward pass would only copy them twice.
+    frees_after_forward = mesh["shard"].size() > 1
     for block in model.model.layers:
-        fully_shard(block, mesh=data_mesh, mp_policy=policy)
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=frees_after_forward)
     fully_shard(model, mesh=data_mesh, mp_policy=policy)
 
 
@@ -161,8 +163,9 @@ def free_gathered(model: Decoder) -> None:
 
     Until then they are in the place of the sharded ones, in `parameters()` too, where a checkpoint would find them.
     """
-    assert isinstance(model, FSDPModule)
-    model.reshard()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def clip_gradients(model: Decoder, max_norm: float | None) -> Tensor:
