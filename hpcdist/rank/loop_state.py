@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from hpcdist.checkpoint.in_place import Stateful
-from hpcdist.checkpoint.sharded import is_dtensor
+from hpcdist.checkpoint.sharded import is_dtensor, map_leaves
 from hpcdist.checkpoint.state import clean_state_dict
-from hpcdist.errors import TrainerError
+from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.rank.process_group import Groups
 
 if TYPE_CHECKING:
@@ -159,14 +160,44 @@ class LoopState:
 
 
 def states_of(objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the state of each object for a checkpoint."""
+    """Return the state of each object for a checkpoint.
+
+    Raises CheckpointError for a sharded state of an optimizer that a resume could not place.
+    """
     states = {}
     for name, value in objects.items():
         if isinstance(value, nn.Module):
             states[name] = clean_state_dict(value)
         else:
             states[name] = value.state_dict()
+            _require_restorable(name, value, states[name])
     return states
+
+
+def _require_restorable(name: str, value: Stateful, state: Any) -> None:
+    """Raise CheckpointError for sharded tensors of an optimizer whose parameter a resume would not find."""
+
+    def check(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        if isinstance(value, Optimizer):
+            is_deep = path[0] == "state" and len(path) > len(("state", "index of the parameter", "name"))
+            if is_deep:
+                raise CheckpointError(
+                    f"the state of {name} has sharded tensors (DTensor) in lists, as LBFGS has them, which cannot be"
+                    " restored: use an optimizer with one tensor by name and parameter, such as AdamW"
+                )
+            return leaf
+        for before, after in pairwise(path):
+            if before == "state" and isinstance(after, int):
+                raise CheckpointError(
+                    f"the state of {name}, a {type(value).__name__}, contains that of an optimizer with sharded tensors"
+                    " (DTensor), which cannot be restored: pass each optimizer under its own name, such as muon=…,"
+                    " adamw=…"
+                )
+        return leaf
+
+    map_leaves(check, state)
 
 
 def _has_state(value: object) -> bool:

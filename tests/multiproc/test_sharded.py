@@ -289,7 +289,7 @@ def test_flipped_byte_is_named_and_the_checkpoint_before_taken(tmp_path: Path, r
     assert other == (8, [])
 
 
-def resume_paths_of_numpy(here: Rank, path: Path) -> list[Any]:
+def resume_unusual_tensors(here: Rank, path: Path) -> list[Any]:
     found = []
     for step in (1, 2):
         with open_context(here, RunDir(path), CONFIG) as ctx:
@@ -297,14 +297,20 @@ def resume_paths_of_numpy(here: Rank, path: Path) -> list[Any]:
             if saved is not None:
                 found.append(saved.trainer)
             part = DTensor.from_local(torch.ones(2), ctx.mesh(shard=2), [TensorShard(0)])
-            ctx.save(step, model=None, trainer={"averages": {np.int64(7): part}})
+            empty = DTensor.from_local(torch.ones(0, 3), ctx.mesh(shard=2), [TensorShard(0)])
+            net = nn.ParameterDict({"part": nn.Parameter(part), "empty": nn.Parameter(empty)})
+            ctx.save(step, model=net, trainer={"averages": {np.int64(7): part, "empty": empty}})
             close(ctx)
     return found
 
 
-def test_path_with_a_number_of_numpy_can_be_resumed(tmp_path: Path) -> None:
-    for (trainer,) in spawn_ranks(resume_paths_of_numpy, 2, path=new_run(tmp_path).path):
+def test_paths_of_numpy_and_empty_tensors_are_resumed(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    for (trainer,) in spawn_ranks(resume_unusual_tensors, 2, path=run.path):
         assert torch.equal(trainer["averages"][7], torch.ones(4))
+        assert trainer["averages"]["empty"].shape == (0, 3)
+    weights = load_weights(run.checkpoints / "step-00000002")
+    assert {name: list(tensor.shape) for name, tensor in weights.items()} == {"part": [4], "empty": [0, 3]}
 
 
 # --- errors
@@ -344,6 +350,14 @@ def test_step_is_saved_again_after_an_error_that_passes(tmp_path: Path, failing:
     assert list(load_weights(run.checkpoints / "step-00000001")) == list(Net().state_dict())
 
 
+class Wrapped:
+    """Has the state of another optimizer."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 def errors_of_saves(here: Rank, path: Path) -> list[str]:
     messages = []
     with open_context(here, RunDir(path), CONFIG) as ctx:
@@ -353,6 +367,13 @@ def errors_of_saves(here: Rank, path: Path) -> list[str]:
         for options in ({"shard": Shard()}, {"trainer": {"sums": sums}}):
             with pytest.raises(CheckpointError) as error:
                 ctx.save(1, model=net, **options)
+            messages.append(str(error.value))
+        part = DTensor.from_local(torch.ones(2), mesh, [TensorShard(0)])
+        flat = torch.optim.LBFGS([torch.ones(2)])
+        for value, content in ((flat, [part]), (Wrapped(), part)):
+            value.state_dict = lambda content=content: {"state": {0: {"moment": content}}}  # type: ignore[method-assign]
+            with pytest.raises(CheckpointError) as error:
+                ctx.save(1, model=net, optimizer=value)
             messages.append(str(error.value))
         other = nn.Linear(4, 2 + here.rank)
         fully_shard(other, mesh=mesh)
@@ -375,7 +396,15 @@ def test_sharded_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         "a DTensor of shape [2] has the placements (Partial(sum),), sums of which each rank has a part: call"
         " redistribute before the save"
     )
-    assert main[2].startswith(
+    assert main[2] == (
+        "the state of optimizer has sharded tensors (DTensor) in lists, as LBFGS has them, which cannot be restored:"
+        " use an optimizer with one tensor by name and parameter, such as AdamW"
+    )
+    assert main[3] == (
+        "the state of optimizer, a Wrapped, contains that of an optimizer with sharded tensors (DTensor), which cannot"
+        " be restored: pass each optimizer under its own name, such as muon=…, adamw=…"
+    )
+    assert main[4].startswith(
         "ctx.save: the sharded tensors (DTensor) of rank 1 have other names or shapes than those of rank 0: pass the"
     )
 
