@@ -1,14 +1,17 @@
 """The floating-point rate of a device: as its data sheet specifies it, and as measured by a product of matrices."""
 
+import re
 import statistics
 import time
 
 import torch
 
-#: Dense bfloat16 rate in TFLOPS by a part of the name that the driver reports; the first part that fits counts.
+#: Dense bfloat16 rate in TFLOPS by whole words of the name that the driver reports; the first entry that fits counts.
 #: Sources: data sheets of NVIDIA and AMD; torch has two devices for an MI250X, each with half of its rate.
 SPECIFIED_TFLOPS = {
+    "GB200": 2500.0,
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -20,6 +23,8 @@ SPECIFIED_TFLOPS = {
     "MI300X": 1307.0,
     "MI250X": 191.5,
 }
+#: In the name of a part of a GPU (multi-instance GPU), whose rate depends on its size.
+_PART_OF_A_GPU = "MIG"
 #: Sizes of the square matrices of a measurement: the first one whose product takes long enough to be timed.
 SIZES = (1024, 2048, 4096, 8192)
 LONG_ENOUGH_S = 1e-3
@@ -28,9 +33,12 @@ NUM_PRODUCTS = 15
 
 
 def specified_flops(name: str) -> float | None:
-    """Return the dense bfloat16 rate of a device in FLOPS, by its name; None if it is unknown."""
-    for part, tflops in SPECIFIED_TFLOPS.items():
-        if part in name:
+    """Return the dense bfloat16 rate of a device in FLOPS, by its name; None if it is unknown or that of a part."""
+    words = re.split(r"[ -]", name)
+    if _PART_OF_A_GPU in words:
+        return None
+    for entry, tflops in SPECIFIED_TFLOPS.items():
+        if set(entry.split()) <= set(words):
             return tflops * 1e12
     return None
 

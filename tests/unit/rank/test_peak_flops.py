@@ -12,6 +12,13 @@ from hpcdist.rank.peak_flops import measured_flops, specified_flops
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("Simulated GPU", None),
     ],
 )
