@@ -15,6 +15,7 @@ from hpcdist.config.loading import load_config
 from hpcdist.errors import terminal_text
 from hpcdist.rank.context import close
 from hpcdist.run.folder import RunDir
+from hpcdist.run.training_record import read_training
 from hpcdist.run.weight_files import hugging_face_weights
 from hpcdist.trainers.lm import LmConfig
 from hpcdist.trainers.lm import train as trainer
@@ -87,6 +88,11 @@ def test_fine_tuned_model_is_loaded_by_transformers(runs: Runs, folder: Path, tm
     first_line, _, text = printed.partition("\n")
     assert first_line == f"step 4 of {name}"
     assert_transformers_computes_the_same(exported, text)
+
+    record = read_training(runs.run_dir(name).attempts()[-1])
+    assert record is not None
+    num_parameters = {"full": 27_808, "lora": 1664}  # of LoRA, the trained ones
+    assert record.num_parameters == num_parameters[kind]
 
     first = load_weights(runs.run_dir(name).checkpoints / "step-00000002")
     last = load_weights(runs.run_dir(name).checkpoints / "step-00000004")

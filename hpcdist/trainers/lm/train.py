@@ -150,11 +150,11 @@ def build_model(ctx: Context, cfg: Config, mesh: DeviceMesh, vocab_size: int) ->
     """Return this rank's part of the model, with its initial weights."""
     lm = cfg.section(LmConfig)
     num_rows = lm.model.padded_vocab_size(vocab_size)
-    ctx.report.log_model_size(lm.model.num_parameters(num_rows))
     with torch.device("meta"):  # no rank ever has all weights
         model = Decoder(lm.model, num_rows)
         if lm.lora.rank:
             add_lora(model, lm.lora)
+    ctx.report.log_model_size(sum(weight.numel() for weight in model.parameters() if weight.requires_grad))
     parallelize(
         model,
         mesh,
