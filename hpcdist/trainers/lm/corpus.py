@@ -117,8 +117,6 @@ class Corpus:
     held_out: TokenWindows
     tokenizer: Tokenizer
     digests: dict[str, str]  #: of the tokens of `train` and `held_out`, as in MLflow
-    held_out_bytes_per_token: float
-    """Mean length of the text of a held-out token: loss / ln 2 / this value is the loss in bits per byte."""
 
     @property
     def vocab_size(self) -> int:
@@ -242,7 +240,6 @@ def open_corpus(folder: Path, tokenizer: Tokenizer, length: int, seed: int) -> C
         held_out=windows["held_out"],
         tokenizer=tokenizer,
         digests=facts.digests,
-        held_out_bytes_per_token=facts.num_bytes["held_out"] / facts.num_tokens["held_out"],
     )
 
 
