@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
 from hpcdist.config.trainer_declaration import Trainer
-from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, ModelConfig
+from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, DataConfig, ModelConfig
 from hpcdist.data.documents import FOLDER_SUFFIXES
 from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError, plural
@@ -254,6 +254,12 @@ def _check(config: Config) -> list[str]:
         problems.append("data.global_batch_size: trainer lm needs the windows of a step on all ranks, such as 32")
     if config.model.name != ModelConfig.name:
         problems.append(f"model.name={config.model.name} is not for trainer lm, whose sizes are in lm.model: remove it")
+    for name in ("name", "batch_size"):
+        value = getattr(config.data, name)
+        if value != getattr(DataConfig, name):
+            problems.append(
+                f"data.{name}={value} is not for trainer lm, which has lm.corpus and data.global_batch_size: remove it"
+            )
     for key, value in (
         ("elastic.micro_batches", config.elastic.micro_batches),
         ("elastic.exact", config.elastic.exact),

@@ -28,6 +28,11 @@ def with_mesh(**sizes: int) -> Config:
     ("section", "message"),
     [
         ("data: {batch_size: 8}", "data.global_batch_size: trainer lm needs the windows of a step on all ranks"),
+        (
+            "data: {batch_size: 8, global_batch_size: 8}",
+            "data.batch_size=8 is not for trainer lm, which has lm.corpus and data.global_batch_size: remove it",
+        ),
+        ("data: {name: mnist, global_batch_size: 8}", "data.name=mnist is not for trainer lm"),
         ("elastic: {micro_batches: 2}", "elastic.micro_batches is not for trainer lm, which has lm.micro_batch_size"),
         ("elastic: {exact: true}", "elastic.exact is not for trainer lm"),
         ("launch: {fit_batch: true}", "launch.fit_batch is not for trainer lm"),
