@@ -10,6 +10,7 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, cross_check, new_run_problems
 from hpcdist.errors import ConfigError
 from hpcdist.run.create import check_trainer
+from hpcdist.tracking.weight_source import find_weights
 from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
 
 
@@ -116,6 +117,12 @@ def test_too_few_rows_for_bytes_are_refused(tmp_path: Path) -> None:
         LmModelConfig(vocab_size=256).padded_vocab_size(300)
     for others in ("lm.corpus.tokenizer_file=t.json", "lm.corpus.tokenizer=bpe", "model.init_from=other"):
         config_of(text, tmp_path, ["lm.model.vocab_size=256", others])
+
+
+def test_fine_tuning_needs_weights(tmp_path: Path) -> None:
+    config = load_config("lm_finetune", [f"runs_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"^model\.init_from: no run 'FOLDER' under "):
+        find_weights(config, {})
 
 
 def test_weights_in_a_folder_need_their_tokenizer(tmp_path: Path) -> None:
