@@ -76,6 +76,6 @@ def test_vocabulary_of_the_weights_must_hold_the_tokens() -> None:
     sizes = replace(SIZES, vocab_size=300, vocab_multiple=128)
     assert sizes.padded_vocab_size(257) == 300
     with pytest.raises(
-        ConfigError, match=r"^lm.model.vocab_size=300 is less than the 301 tokens of the tokenizer: lea"
+        ConfigError, match=r"^lm.model.vocab_size=300 is less than the 301 tokens of the tokenizer: rai"
     ):
         sizes.padded_vocab_size(301)
