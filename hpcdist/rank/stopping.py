@@ -48,7 +48,7 @@ class StopAgreement:
         self._is_unreachable = False
         self._message = torch.zeros(4)  #: of the round in progress
         self._work: dist.Work | None = None  #: the round in progress
-        self._num_to_skip = 0  #: boundaries until the next round
+        self._num_to_skip = 0  #: boundaries until the next round of a group
         self._last_boundary: float | None = None  #: its time
         self._longest_step_s: float | None = None  #: since the last round began; None before a step is measured
         self._round_began = -math.inf
@@ -75,7 +75,10 @@ class StopAgreement:
         self._last_boundary = now
         if self._work is not None:
             self.close()
-            self._obey(*self._message.tolist())
+            wanted, step_s, save, profile = self._message.tolist()
+            self._obey(wanted, save, profile)
+            num_steps = int(AGREEMENT_INTERVAL_S / max(step_s, _CLOCK_STEP_S))
+            self._num_to_skip = min(num_steps, MAX_SKIPPED_BOUNDARIES)
         elif self._num_to_skip > 0:
             self._num_to_skip -= 1
         elif self.group is not None or now - self._round_began >= AGREEMENT_INTERVAL_S:
@@ -95,21 +98,17 @@ class StopAgreement:
         if self.requests is not None:
             save = self.requests.newest["save"]
             profile = self.requests.newest["profile"]
-        message = (wanted, step_s, float(save), float(profile))
         if self.group is None:
-            self._obey(*message)
-            self._num_to_skip = 0
+            self._obey(wanted, save, profile)
             return
-        self._message = torch.tensor(message)
+        self._message = torch.tensor((wanted, step_s, float(save), float(profile)))
         self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def _obey(self, wanted: float, step_s: float, save: float, profile: float) -> None:
+    def _obey(self, wanted: float, save: float, profile: float) -> None:
         """Apply the result of a round: the maximum of each value over the ranks."""
         self.agreed = wanted > 0
         self.newest_save = int(save)
         self.newest_profile = int(profile)
-        num_steps = int(AGREEMENT_INTERVAL_S / max(step_s, _CLOCK_STEP_S))
-        self._num_to_skip = min(num_steps, MAX_SKIPPED_BOUNDARIES)
 
     def _is_requested(self, now: float) -> bool:
         """Return whether a stop is requested; False between two checks, and if the file system is unreachable."""
