@@ -57,10 +57,9 @@ from hpcdist.rank.context import Context
 from hpcdist.run.checkpoint_files import newest_step
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import read_training
+from hpcdist.run.weight_files import TOKENIZER_FILE, TOKENIZER_FOLDER
 from hpcdist.trainers.lm import CorpusConfig, LmConfig, two_tokenizers
 from hpcdist.trainers.lm.tokenizer import (
-    ARTIFACT_FOLDER,
-    TOKENIZER_FILE,
     ByteTokenizer,
     FileTokenizer,
     TokenArray,
@@ -163,9 +162,9 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
         _require_same_text(corpus.digests, ctx.groups.broadcast(_digests_before(ctx.run)))
     if ctx.is_main:
         if not tokenizer.files:  # an attempt without a checkpoint may have had files
-            shutil.rmtree(ctx.run.artifacts / ARTIFACT_FOLDER, ignore_errors=True)
+            shutil.rmtree(ctx.run.artifacts / TOKENIZER_FOLDER, ignore_errors=True)
         for name, content in tokenizer.files.items():
-            ctx.report.artifact(f"{ARTIFACT_FOLDER}/{name}").write_text(content)
+            ctx.report.artifact(f"{TOKENIZER_FOLDER}/{name}").write_text(content)
     source = ", ".join(lm.corpus.files) or sysconfig.get_path("stdlib")
     for split, windows in ((TRAIN, corpus.train), (HELD_OUT, corpus.held_out)):
         ctx.report.log_dataset(

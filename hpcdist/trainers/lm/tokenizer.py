@@ -12,14 +12,11 @@ import torch
 
 from hpcdist.errors import DataError, shortened
 from hpcdist.run.folder import RunDir
+from hpcdist.run.weight_files import TOKENIZER_CONFIG, TOKENIZER_FILE, TOKENIZER_FOLDER
 from hpcdist.trainers.lm import NUM_BYTE_TOKENS
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
-#: The files of a tokenizer, with the names of Hugging Face's format; the second one names the end token.
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-#: The folder of these files among the artifacts of a run. Without it, the tokens of the run are bytes.
-ARTIFACT_FOLDER = "tokenizer"
 #: End tokens of common tokenizers, for a file without a configuration beside it.
 END_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 #: Values of a byte.
@@ -176,7 +173,7 @@ def read_tokenizer(path: Path) -> FileTokenizer:
 
 def tokenizer_of_run(run: RunDir) -> Tokenizer:
     """Return the tokenizer with which a run was trained. Raises DataError if its files are damaged."""
-    path = run.artifacts / ARTIFACT_FOLDER / TOKENIZER_FILE
+    path = run.artifacts / TOKENIZER_FOLDER / TOKENIZER_FILE
     if path.is_file():
         return read_tokenizer(path)
     return ByteTokenizer()
