@@ -450,8 +450,8 @@ def export(
         option(
             "--output",
             "PATH",
-            "File to write, or a folder with dcp and huggingface, and with safetensors without an ending; by default"
-            " RUN-step-N with the format's ending.",
+            "File to write, or a folder with dcp and huggingface, and with safetensors if the name does not end in"
+            " .safetensors; by default RUN-step-N with the format's ending.",
         ),
     ] = None,
 ) -> None:
