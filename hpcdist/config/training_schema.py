@@ -60,6 +60,8 @@ def _is_module_name(text: str) -> bool:
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
 #: A folder with this file is a model in Hugging Face's format.
 HUGGING_FACE_CONFIG = "config.json"
+#: A value that a config leaves to its user, as OmegaConf writes it.
+NOT_SET = "???"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.config.schema import Config
-from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, WEIGHT_SUFFIXES
+from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, NOT_SET, WEIGHT_SUFFIXES
 from hpcdist.config.written import read_stored
 from hpcdist.errors import ConfigError, RunFolderError, TrackingError, few
 from hpcdist.host.json_files import read_json
@@ -56,6 +56,8 @@ def find_weights(config: Config, env: Mapping[str, str]) -> WeightSource | None:
     source = config.model.init_from
     if not source:
         return None
+    if source == NOT_SET:
+        raise ConfigError(f"{KEY} is not set: add {KEY}=..., the weights to start from, which this config needs")
     if source.startswith(_MODEL_URI):
         return _find_model(source, resolve_uri(config, env))
     path = Path(source)

@@ -121,7 +121,7 @@ def test_too_few_rows_for_bytes_are_refused(tmp_path: Path) -> None:
 
 def test_fine_tuning_needs_weights(tmp_path: Path) -> None:
     config = load_config("lm_finetune", [f"runs_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"^model\.init_from: no run 'FOLDER' under "):
+    with pytest.raises(ConfigError, match=r"^model\.init_from is not set: add model\.init_from=\.\.\., the weights to"):
         find_weights(config, {})
 
 
