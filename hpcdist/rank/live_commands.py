@@ -146,9 +146,9 @@ class LiveCommands:
         # The CPU stands for types of GPUs without a profiler, such as MPS.
         device_activity = getattr(ProfilerActivity, self.device.type.upper(), ProfilerActivity.CPU)
         activities = {ProfilerActivity.CPU, device_activity}
-        profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
+        profiler = _Profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
-            if _is_recording() or _warms_up(besides=profiler):
+            if _is_recording() or _code_warms_up():
                 raise RuntimeError(PROFILES_ITSELF)
             profiler.start()
         except RuntimeError as error:
@@ -205,14 +205,20 @@ def _is_recording() -> bool:
     return torch._C._autograd._profiler_enabled()
 
 
-def _warms_up(besides: profile) -> bool:
-    """Return whether another profiler of this process warms up.
+class _Profile(profile):
+    """A profile of this module, which `_code_warms_up` does not take for one of the training code."""
+
+
+def _code_warms_up() -> bool:
+    """Return whether a profiler of the training code warms up.
 
     torch does not show it, and two that record make the next step of the training code raise an error. One that was
-    stopped while it warmed up counts as well as long as it exists.
+    stopped while it warmed up counts as well while the code refers to it.
     """
+    gc.collect()
     for value in gc.get_objects():
-        if issubclass(type(value), profile) and value is not besides and value.current_action is ProfilerAction.WARMUP:
+        is_profile = issubclass(type(value), profile) and not isinstance(value, _Profile)
+        if is_profile and value.current_action is ProfilerAction.WARMUP:
             return True
     return False
 
