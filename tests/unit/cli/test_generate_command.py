@@ -39,6 +39,7 @@ def saved_decoder(run: RunDir, step: int) -> Decoder:
     return model
 
 
+@pytest.mark.processes
 def test_newest_checkpoint_continues_the_prompt(hpcdist: Cli, make: Make) -> None:
     run = lm_run(make)
     saved_decoder(run, 10)
@@ -71,6 +72,7 @@ def test_bytes_that_are_no_character_hold_up_nothing() -> None:
     assert len(pieces([255] * 8)) > 2
 
 
+@pytest.mark.processes
 def test_mistakes_of_generate_are_one_line(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make("digits")
     message = "generate is for language models of trainer lm, and {} has trainer {}: choose another run"

@@ -238,6 +238,7 @@ def test_killed_builds_leave_nothing_half_done(num_kills: int, text: Path, cache
     assert tokens_in(folder) == tokens_in(expected)
 
 
+@pytest.mark.processes
 def test_the_next_process_continues_a_killed_build(
     text: Path, cache: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +345,7 @@ def test_damaged_files_are_named(text: Path, cache: Path, monkeypatch: pytest.Mo
 # --- folders that others use, and progress
 
 
+@pytest.mark.processes
 def test_the_tokens_of_another_user_are_read(text: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     shared = tmp_path_factory.getbasetemp()
     assert shared.exists()
