@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -167,7 +168,8 @@ def test_layers_contain_no_secrets_caches_or_git_folders(
 # --- `hpcdist image convert` with the real enroot and apptainer, which start what was written.
 
 
-TAG = f"{SMALL_NAME}-converted"
+#: Of this process: another one that tests the same image counts containers, too, and removes the image at its end.
+TAG = f"{SMALL_NAME}-converted-{secrets.token_hex(4)}"
 #: Start a command in each format, with the checkout and its packages mounted, as in the matrix of runtimes.
 STARTS: dict[str, Sequence[str]] = {
     "sif": ("apptainer", "exec", "--no-home", *mount_flags("apptainer"), "IMAGE"),
