@@ -102,7 +102,7 @@ def test_silent_listener_ends_the_rank_within_its_timeout(tmp_path: Path, silent
         env={**rank_env(), **OWN, **{f"HPCDIST_{name}": value for name, value in place.items()}},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     # The error of the time limit of all, or that of the connection.

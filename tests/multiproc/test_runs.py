@@ -111,7 +111,7 @@ def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, control_run: str) 
     assert code == 0, output
     assert_equals_control(runs, name, control_run)
     # Child processes of ranks also end with a finished run.
-    wait_for(lambda: not _sleepers(runs), "the grandchildren of the second attempt to end", timeout_s=10)
+    wait_for(lambda: not _sleepers(runs), "the grandchildren of the second attempt to end")
 
 
 def _sleepers(runs: Runs) -> list[int]:

@@ -30,7 +30,8 @@ from hpcdist.supervisor.parents import ParentRanks, RankParents
 from hpcdist.supervisor.plan import Plan, parent_command, rank_command
 
 FAKE_SRUN = Path(__file__).with_name("fake_srun.py")
-SOON_S = 20.0
+#: Time limit of a wait for a start or an end, which a busy machine delays.
+SOON_S = 60.0
 SHADOW = "from pathlib import Path\n__path__ = [str(Path(__file__).parent), {real!r}]\n__version__ = '0'\n"
 TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: False)\n"
 WORKER = """
@@ -330,7 +331,7 @@ def hung_ranks(attempt: Attempt, folder: Path, num_ranks: int) -> Iterator[Local
     )
     ranks = LocalRanks(parents, attempt, envs, guard)
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + SOON_S
         while ranks.absent() or not all("up\n" in log.read_text() for log in logs):
             ranks.wait(0.01)
             assert time.monotonic() < end, parents.output.read_text()

@@ -25,7 +25,7 @@ from hpcdist.supervisor.hang import find_ranks
 ENROOT_STATE = Path("/tmp/enroot-state")
 PYXIS = RUNTIMES / "pyxis/spank_pyxis.so"
 #: Nothing of a container is left on a node this long after its job.
-REMOVAL_TIMEOUT_S = 30.0
+REMOVAL_TIMEOUT_S = 120.0
 #: Processes of a node that outlive jobs.
 _DAEMONS = ("slurmd", "slurmstepd")
 #: Beginnings of the types of file systems that squashfuse, squashfuse_ll and fuse-overlayfs mount.

@@ -205,7 +205,7 @@ class Scene:
 # --- A named pipe that processes write lines to and hold open for as long as they live.
 
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class NamedPipe:

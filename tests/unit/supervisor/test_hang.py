@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_scene import hung_ranks
+from forked_scene import SOON_S, hung_ranks
 
 from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import Attempt
@@ -43,7 +43,7 @@ class FakeRanks:
 
 
 def wait_for_state(pid: int, *states: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + SOON_S
     while (state := hang.state_of(pid)) not in states:
         assert time.monotonic() < end, f"process {pid} is {state}"
         time.sleep(0.01)

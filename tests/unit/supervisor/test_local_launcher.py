@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked_scene import HELD, TORCH, Scene, end_of, parent_of, reports_of, wait_for_start
+from forked_scene import HELD, SOON_S, TORCH, Scene, end_of, parent_of, reports_of, wait_for_start
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
@@ -27,7 +27,6 @@ from hpcdist.supervisor.parents import RankParents
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
-SOON_S = 20.0
 #: A grandchild that ignores signals and lives until it is killed.
 STUBBORN = "trap '' TERM INT HUP; echo alive >&3; exec sleep 600"
 

@@ -136,7 +136,7 @@ batches.Batches.commit = trap
 
 def kill_at(scene: Scene, trap: str) -> None:
     code = KILLED.format(trap=trap)
-    done = subprocess.run([sys.executable, "-c", code, str(scene.run.path), scene.uri], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(scene.run.path), scene.uri], check=False)
     assert done.returncode == -signal.SIGKILL
 
 
