@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.host.json_files import write_json
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
@@ -25,6 +25,8 @@ Cli = Callable[..., Result]
 Make = Callable[..., RunDir]
 #: Sets the snapshot of every job, see the fixture `slurm`.
 SetJob = Callable[[JobSnapshot], None]
+#: How a replaced cell of a sweep ends, by the last part of its name, see the fixture `cells`.
+Ends = dict[str, Callable[[RunDir], State]]
 #: What a replaced supervisor has received, see the fixture `supervised`.
 Seen = dict[str, Any]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Make, Result, Seen, SetJob
+from command_line import Cli, Ends, Make, Result, Seen, SetJob
 
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
@@ -83,6 +83,25 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(local_launcher, "supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     return seen  # type: ignore[return-value]
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Start no ranks for the cells of a sweep; set their ends by the last part of their names. All others finish."""
+    ends: Ends = {}
+
+    def supervise_locally(run: RunDir, *_: Any, **__: Any) -> State:
+        run.new_attempt()
+        how = ends.get(run.name.rpartition("-")[2])
+        end = how(run) if how else State(status="finished", reason="done")
+        state = replace(end, attempt=1)
+        run.write_state(state)
+        return state
+
+    monkeypatch.setattr("hpcdist.cli.local_sweep.supervise_locally", supervise_locally)
+    monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
+    monkeypatch.setattr("hpcdist.cli.local_sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
+    return ends
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ def test_missing_weights_are_an_error_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_has_a_copy_of_the_weights_it_starts_from(hpcdist: Cli, supervised: Seen, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("supervised", "cells")
+def test_run_has_a_copy_of_the_weights_it_starts_from(hpcdist: Cli, tmp_path: Path) -> None:
     (tmp_path / "old.pth").write_bytes(b"\x80\x02 a file of an old torch")
     for name, words in (("first", ()), ("second", ("--sweep", "seed=1,2"))):
         result = hpcdist("run", "rl_cartpole", f"name={name}", "model.init_from=./old.pth", *words)

@@ -6,12 +6,11 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, one_line
+from command_line import Cli, Ends, one_line
 
 from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
@@ -24,28 +23,6 @@ from hpcdist.run.sweeps import SweepDir
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
-
-#: How a cell ends, by the last part of its name.
-Ends = dict[str, Callable[[RunDir], State]]
-
-
-@pytest.fixture
-def cells(monkeypatch: pytest.MonkeyPatch) -> Ends:
-    """Set the ends of cells by the last part of their names; all others finish."""
-    ends: Ends = {}
-
-    def supervise_locally(run: RunDir, *_: Any, **__: Any) -> State:
-        run.new_attempt()
-        how = ends.get(run.name.rpartition("-")[2])
-        end = how(run) if how else State(status="finished", reason="done")
-        state = replace(end, attempt=1)
-        run.write_state(state)
-        return state
-
-    monkeypatch.setattr("hpcdist.cli.local_sweep.supervise_locally", supervise_locally)
-    monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
-    monkeypatch.setattr("hpcdist.cli.local_sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
-    return ends
 
 
 SWEEP = ("run", "ddp_digits", "name=tune", "--sweep", "seed=1,2,3", "--sweep", "optim.lr=0.1")
