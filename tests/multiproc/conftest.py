@@ -5,6 +5,12 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import LAST_STEP, TRAINING, Runs
 
+#: Overrides for a communication benchmark of two ranks that takes seconds.
+SMALL_BENCHMARK = (
+    *("comm.operations=[all_reduce,send_recv]", "comm.max_bytes=4K"),
+    *("launch.device=cpu", "launch.num_ranks=2", "tracking.drain_timeout_s=200"),
+)
+
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
@@ -20,3 +26,13 @@ def control_run(runs: Runs) -> str:
     assert code == 0, output
     assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
     return name
+
+
+@pytest.fixture(scope="session")
+def benchmark(runs: Runs) -> tuple[str, str]:
+    """Name and output of a run of `hpcdist bench comm`."""
+    name = "benchmark"
+    keys = (*SMALL_BENCHMARK, f"experiment={runs.experiment}", f"tracking.uri=sqlite:///{runs.database}")
+    code, output = runs.command("bench", "comm", *keys, f"name={name}")
+    assert code == 0, output
+    return name, output

@@ -185,21 +185,9 @@ def test_stopped_benchmark_keeps_its_results_and_starts_again(tmp_path: Path) ->
 # --- `hpcdist bench comm` on this machine writes a report and measurements.
 
 
-TINY = (
-    "comm.operations=[send_recv,all_reduce]",
-    "comm.max_bytes=4K",
-    "launch.device=cpu",
-    "launch.num_ranks=2",
-    "tracking.system_interval_s=0",
-    "experiment=digits",
-)
-
-
-def test_local_benchmark_writes_report_and_measurements(runs: Runs) -> None:
-    keys = (*TINY, f"tracking.uri=sqlite:///{runs.database}")
-    code, output = runs.command("bench", "comm", *keys, "name=bench-first")
-    assert code == 0, output
-    artifacts = runs.run_dir("bench-first").artifacts
+def test_local_benchmark_writes_report_and_measurements(runs: Runs, benchmark: tuple[str, str]) -> None:
+    name, output = benchmark
+    artifacts = runs.run_dir(name).artifacts
     results = read_results(artifacts)
     assert results.complete
     assert {row.operation for row in results.rows} == {"send_recv", "all_reduce"}
@@ -209,5 +197,5 @@ def test_local_benchmark_writes_report_and_measurements(runs: Runs) -> None:
     assert "\nbandwidth: algorithm / bus" in report
     printed = [line.rstrip() for line in output.splitlines()]
     assert [line for line in report.splitlines() if line not in printed] == [], "the same report is printed and written"
-    assert runs.mlflow_status("bench-first") == "FINISHED"
-    assert runs.param("bench-first", "trainer.target") == "comm", "identifies benchmarks in MLflow"
+    assert runs.mlflow_status(name) == "FINISHED"
+    assert runs.param(name, "trainer.target") == "comm", "identifies benchmarks in MLflow"
