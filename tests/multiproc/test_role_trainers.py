@@ -155,7 +155,10 @@ KILLED = [
 
 @pytest.mark.parametrize(
     ("kind", "victim", "role"),
-    [("rl", 2, "observer:1"), *(pytest.param(*one, marks=pytest.mark.faults) for one in KILLED)],
+    [
+        pytest.param("rl", 2, "observer:1", marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=pytest.mark.faults) for one in KILLED),
+    ],
 )
 def test_run_restarts_exactly_after_a_rank_is_killed(runs: Runs, kind: str, victim: int, role: str) -> None:
     name = f"killed-{kind}-{victim}"

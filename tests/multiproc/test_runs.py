@@ -133,7 +133,7 @@ def written(folder: Path) -> list[str]:
 OF_BOTH_RANKS = [f"{name}-{rank}" for name in ("atexit", "buffer", "thread") for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("kind", ["script", "trainer"])
+@pytest.mark.parametrize("kind", [pytest.param("script", marks=pytest.mark.slow), "trainer"])
 def test_ranks_end_as_python_ends_a_script(runs: Runs, tmp_path: Path, kind: str) -> None:
     name = f"{kind}-end"
     trainer = [f"trainer.script=[ending.py,{tmp_path}]", "launch.num_ranks=2"]

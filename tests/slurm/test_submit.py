@@ -386,6 +386,7 @@ def printed_environment(runs: SlurmRuns, name: str) -> dict[str, str]:
     return {key: value for key, value in variables.items() if key.startswith(shown) and not OF_ONE_JOB.match(key)}
 
 
+@pytest.mark.slow
 @pytest.mark.lost_night
 def test_job_submitted_by_an_array_task_equals_one_from_outside(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     (slurm_runs.project / "print_environment.py").write_text(PRINT_ENVIRONMENT)
