@@ -9,6 +9,12 @@ set -euo pipefail
 packages=(git gcc g++ libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
   podman runc debootstrap debian-archive-keyring postgresql docker.io make jq strace squashfs-tools squashfuse)
 
+# Test sessions of several checkouts may begin at the same time.
+if [ "$(id -u)" = 0 ]; then
+  exec {lock}>/run/hpcdist-test-packages.lock
+  flock "$lock"
+fi
+
 # Install the container runtimes that Debian 12 does not package, and those named, if they are missing or if their recipe or
 # archive has changed.
 install_runtimes() {

@@ -15,6 +15,7 @@ import pytest
 from containers import Containers, missing_requirement
 from hpcdist_runs import create_database
 from io_faults import compile_library
+from slurm_cluster import take_turn
 from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -101,15 +102,20 @@ def folder_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
+def group_of(nodeid: str) -> str:
+    """Return the name of the tests that run in one worker with this one."""
+    file = nodeid.partition("::")[0]
+    folder = file.removeprefix("tests/").partition("/")[0]
+    if file == OWN_DEV_CLUSTER:
+        return "slurm"
+    return folder if folder in GROUPS else file
+
+
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
     """Runs all tests of a group in one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        folder = file.removeprefix("tests/").partition("/")[0]
-        if file == OWN_DEV_CLUSTER:
-            return "slurm"
-        return folder if folder in GROUPS else file
+        return group_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
@@ -127,8 +133,11 @@ def _note_process(event: str, arguments: tuple[object, ...]) -> None:
 sys.addaudithook(_note_process)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    # Before pytest-timeout begins to count: the other session may take an hour.
+    if os.geteuid() == 0 and group_of(item.nodeid) == "slurm":
+        take_turn()
     started.clear()
     return (yield)
 

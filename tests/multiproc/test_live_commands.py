@@ -163,7 +163,7 @@ REQUEST_AT = 6
 def train_until_stopped(stop: StopAgreement, act: Callable[[int], None], *, pace: int = 1) -> int | None:
     """Step until the ranks agree to stop. Returns the number of steps, or None if they do not agree in time."""
     weights = torch.rand(40, 40)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     for step in itertools.count(1):
         for _ in range(pace):
             weights = torch.tanh(weights @ weights)

@@ -161,7 +161,7 @@ def step_until_stop(here: Rank, path: Path) -> int:
             group.serve({})
             return -1
         step = 0
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not ctx.should_stop(step) and time.monotonic() < until:
             step += 1
         assert ctx._stop.agreed

@@ -24,8 +24,13 @@ STORE = Path("/var/tmp/hpcdist-tests/containers")
 #: Where the recipes of scripts/runtimes install, as in scripts/runtimes/installed.sh.
 RUNTIMES = Path(os.environ.get("HPCDIST_TEST_RUNTIMES", STORE.parent / "runtimes"))
 BASE = "localhost/debian-base:bookworm"
-DEFAULT, SLIM, MLFLOW = "localhost/hpcdist:test", "localhost/hpcdist:test-slim", "localhost/hpcdist-mlflow:test"
-TAGS = {"default": DEFAULT, "slim": SLIM, "mlflow": MLFLOW}
+#: Part of the tags of images that contain the code: test sessions of several checkouts share the store.
+CHECKOUT_ID = hashlib.sha256(bytes(CHECKOUT)).hexdigest()[:8]
+TAGS = {
+    "default": f"localhost/hpcdist:test-{CHECKOUT_ID}",
+    "slim": f"localhost/hpcdist:test-slim-{CHECKOUT_ID}",
+    "mlflow": f"localhost/hpcdist-mlflow:test-{CHECKOUT_ID}",
+}
 #: A user id that no image has.
 UNKNOWN_UID = 1234
 

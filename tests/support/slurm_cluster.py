@@ -1,5 +1,6 @@
 """The dev cluster of the tests: start it, run Slurm's commands on it, wait for jobs."""
 
+import fcntl
 import os
 import re
 import subprocess
@@ -8,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 import pytest
 
@@ -21,6 +24,9 @@ WAIT_S = 800.0
 """Time limit of waits: long enough for a busy machine with few cores, on which ranks take a minute to start."""
 REQUIRE = "HPCDIST_REQUIRE_SLURM"
 """If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
+
+TURN = Path("/run/hpcdist-tests.lock")
+"""Locked by the test session that uses the dev cluster, until it ends."""
 
 OWNER = "root"
 """Owner of the dev cluster of the tests, which call `cluster.up` without SUDO_USER."""
@@ -124,6 +130,17 @@ class DevCluster:
         self.wait_until(
             lambda: {node.state for node in cluster_status.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
         )
+
+
+@cache
+def take_turn() -> IO[str]:
+    """Wait until no other test session of this machine uses the dev cluster. Needs root, as the dev cluster does.
+
+    Returns the locked file; the lock ends with this process.
+    """
+    file = TURN.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 @contextmanager

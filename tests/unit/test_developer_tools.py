@@ -1,5 +1,6 @@
-"""The session of a GPU machine, and the names of tests."""
+"""The session of a GPU machine, test sessions beside each other, and the names of tests."""
 
+import fcntl
 import json
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import slurm_cluster
 from containers import CHECKOUT
 from hpcdist_runs import wait_for
 
@@ -131,6 +133,15 @@ def test_real_stages_name_existing_scripts_and_tests(session: ModuleType, tmp_pa
             script, *options = one.command(device, tmp_path)
             assert Path(script).is_file()
             assert all(isinstance(option, str) for option in options)
+
+
+def test_one_test_session_uses_the_dev_cluster_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_cluster, "TURN", tmp_path / "lock")
+    monkeypatch.setattr(
+        slurm_cluster, "take_turn", slurm_cluster.take_turn.__wrapped__
+    )  # this session may have taken it
+    with slurm_cluster.take_turn(), (tmp_path / "lock").open("w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_names_of_tests_have_at_most_60_characters() -> None:
