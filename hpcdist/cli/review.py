@@ -102,7 +102,8 @@ def sync(
 ) -> int:
     """Upload records that MLflow does not have yet, and close runs of dead supervisors or jobs.
 
-    Only runs of the calling user are uploaded, and only from folders that no other user can write to.
+    Only runs of the calling user are uploaded, and only from folders that no other user can write to. A run that
+    another process uploads is skipped; if you name an ended run, it waits for that process and uploads the rest.
 
     Examples:
         hpcdist sync
@@ -129,7 +130,7 @@ def _upload(runs: Sequence["RunDir"], *, verbose: bool = False, quick: bool = Fa
     Returns the exit code, and the number of runs with each kind of result.
 
     Args:
-        verbose: print a line for the other runs, too.
+        verbose: the user has named the runs: print a line for each, and wait for other uploads of ended runs.
         quick: send no request for complete runs, and none after the store has failed once.
     """
     from hpcdist.tracking.sent_points import is_complete
@@ -140,7 +141,7 @@ def _upload(runs: Sequence["RunDir"], *, verbose: bool = False, quick: bool = Fa
         try:
             if quick and is_complete(run):
                 continue
-            report = sync_run(run, os.environ)
+            report = sync_run(run, os.environ, complete=verbose)
         except (HpcdistError, OSError) as error:
             code = max(code, getattr(error, "exit_code", 2))
             counts["failed"] += 1

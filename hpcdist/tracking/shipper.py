@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host import log_files, retry
-from hpcdist.host.locks import lock_now, open_lock
+from hpcdist.host.locks import lock_now, long_lock, open_lock
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State, require_same
 
@@ -45,9 +45,13 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 @contextmanager
-def only_shipper(run: RunDir) -> Iterator[bool]:
-    """Hold the lock of the run's shipper. Yields False if another process holds it."""
+def only_shipper(run: RunDir, *, waits: bool = False) -> Iterator[bool]:
+    """Hold the lock of the run's shipper. If another process holds it, wait for its end, or yield False."""
     path = run.journal / ".shipper.lock"
+    if waits:
+        with long_lock(path):
+            yield True
+        return
     with retry.retry(lambda: open_lock(path), path) as file:
         yield lock_now(file)
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from hpcdist.config.loading import load_run_config
+from hpcdist.host.log_files import say
 from hpcdist.host.ownership import require_trusted
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import holder
 from hpcdist.run.status import close_if_lost, job_of, update_job_starts
@@ -44,37 +45,54 @@ class SyncReport(Counts):
         return text
 
 
-def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
+def sync(run: RunDir, uri: str, *, close_dead: bool = True, waits: bool = False) -> SyncReport:
     """Upload in this process all records that MLflow does not have.
 
     With `close_dead` the run is closed if its supervisor or job died without recording a status. Raises RunFolderError
     if a supervisor starts the run at the same time.
+
+    Args:
+        waits: wait for another process that uploads the run, and then upload what it has left.
     """
     with only_shipper(run) as only:
-        if not only:
-            return SyncReport(busy="another process uploads it at the moment")
-        from hpcdist.tracking.delivery import Delivery  # imports MLflow
-
-        closed = close_if_lost(run) if close_dead else ""
-        delivery = Delivery(run, uri)
-        delivery.open_run()
-        before = dict(delivery.uploads.sent_files.artifacts)
-        delivery.ship_once()
-        num_artifacts = len(delivery.uploads.sent_files.artifacts.items() - before.items())
-        return SyncReport(**asdict(delivery.batches.counts), num_artifacts=num_artifacts, closed=closed)
+        if only:
+            return _upload(run, uri, close_dead=close_dead)
+    if not waits:
+        return SyncReport(busy="another process uploads it at the moment")
+    say(f"{run.name}: waiting for another process that uploads it", error=True)
+    with only_shipper(run, waits=True):
+        return _upload(run, uri, close_dead=close_dead)
 
 
-def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
-    """Upload the records of a run that MLflow does not have, unless its supervisor uploads them."""
+def _upload(run: RunDir, uri: str, *, close_dead: bool) -> SyncReport:
+    from hpcdist.tracking.delivery import Delivery  # imports MLflow
+
+    closed = close_if_lost(run) if close_dead else ""
+    delivery = Delivery(run, uri)
+    delivery.open_run()
+    before = dict(delivery.uploads.sent_files.artifacts)
+    delivery.ship_once()
+    num_artifacts = len(delivery.uploads.sent_files.artifacts.items() - before.items())
+    return SyncReport(**asdict(delivery.batches.counts), num_artifacts=num_artifacts, closed=closed)
+
+
+def sync_run(run: RunDir, env: Mapping[str, str], *, complete: bool = False) -> SyncReport:
+    """Upload the records of a run that MLflow does not have, unless another process uploads them.
+
+    Args:
+        complete: wait for the other process if the run has ended. It may have read an earlier state of the run, as the
+            upload in the background of `hpcdist submit` does, and would then leave out the end.
+    """
     require_trusted(run.path, "sync")
     config = load_run_config(run.config, [], {**kept(run), **env}, require_secrets=False)
     uri = resolve_uri(config, env)
     # A Slurm job uploads to a server only; a database is filled from the host of the database.
     uploads_itself = job_of(run) is None or is_server(uri)
-    if uploads_itself:
+    waits = complete and run.read_state().status in ENDED
+    if uploads_itself and not waits:
         supervisor = holder(run)
         if supervisor is not None:
             process = f"process {supervisor['pid']} on {supervisor['host']}"
             return SyncReport(busy=f"its supervisor runs ({process}) and uploads it")
     update_job_starts(run)
-    return sync(run, uri)
+    return sync(run, uri, waits=waits)

@@ -372,7 +372,7 @@ def test_no_control_sequence_of_others_reaches_the_terminal(
 ) -> None:
     make("second", "seed=2", status="finished", attempt=1, world_size=1)
 
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise TrackingError(f"MLflow answered: {EVIL}")
 
     monkeypatch.setattr(sync_runs, "sync_run", refused)

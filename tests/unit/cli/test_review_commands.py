@@ -258,11 +258,14 @@ def test_sync_uploads_runs_that_have_no_shipper(
     hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shipped: list[tuple[str, str]] = []
+    waited: list[str] = []
 
-    def ship(run: RunDir, uri: str) -> SyncReport:
+    def ship(run: RunDir, uri: str, *, waits: bool) -> SyncReport:
         if run.name == "down":
             raise TrackingError("the server does not answer")
         shipped.append((run.name, uri))
+        if waits:
+            waited.append(run.name)
         return SyncReport(num_points=3)
 
     monkeypatch.setattr(sync_runs, "sync", ship)
@@ -294,12 +297,13 @@ def test_sync_uploads_runs_that_have_no_shipper(
         "only news and a summary"
     )
     assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
+    assert waited == ["second"], "an ended run that the user has named"
 
 
 def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
     """Replace the upload: the runs in `new` have records that MLflow lacks."""
 
-    def ship(run: RunDir, uri: str) -> SyncReport:
+    def ship(run: RunDir, uri: str, *, waits: bool) -> SyncReport:
         return SyncReport(num_points=3 if run.name in new else 0)
 
     monkeypatch.setattr(sync_runs, "sync", ship)
@@ -370,7 +374,7 @@ def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monk
     page = "https://other/#/experiments?workflowType=machine_learning"
     assert hpcdist("ui").out == f"review in MLflow: {page}\n"
 
-    def ship(run: RunDir, uri: str) -> SyncReport:
+    def ship(run: RunDir, uri: str, *, waits: bool) -> SyncReport:
         raise TrackingError("the server does not answer")
 
     monkeypatch.setattr(sync_runs, "sync", ship)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.tracking import command_tag, shipper
+from hpcdist.tracking import command_tag, shipper, sync_runs
 from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.journal import EventWriter
@@ -59,6 +60,22 @@ def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     assert (state.status, state.reason, state.ended) == ("failed", "its supervisor died", renewed)
     assert (scene.entity.info.status, scene.entity.info.end_time) == ("FAILED", int(renewed * 1000))
     assert sync(scene.run, scene.uri) == SyncReport()
+
+
+def test_sync_of_an_ended_run_follows_another_upload(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.state(status="finished")
+    uploads: list[str] = []
+    is_waiting = threading.Event()
+    monkeypatch.setattr(sync_runs, "say", lambda *_, **__: is_waiting.set())
+    with shipper.only_shipper(scene.run) as only:
+        assert only
+        assert sync(scene.run, scene.uri).kind == "busy", "the control: `hpcdist sync` without names goes on"
+        thread = threading.Thread(target=lambda: uploads.append(sync(scene.run, scene.uri, waits=True).kind))
+        thread.start()
+        assert is_waiting.wait(60)
+        uploads.append("of the other process")
+    thread.join(60)
+    assert uploads == ["of the other process", "uploaded"]
 
 
 def test_sync_does_not_close_running_and_created_runs(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
