@@ -9,7 +9,7 @@ import hooks
 import pytest
 import yaml
 from doc_blocks import ROOT, Block, blocks, pages
-from generators import config, messages
+from generators import config, findings, messages
 from typer.testing import CliRunner
 
 from hpcdist.cli.app import make_app
@@ -260,3 +260,34 @@ def test_rendered_code_blocks_have_no_words_for_tests() -> None:
     left = [page for page, text in rendered.items() if re.search(r"^ *```[a-z]+ ", text, re.MULTILINE)]
     assert left == []
     assert hooks.on_page_markdown("```console test slurm\n$ hpcdist run\n```\n") == "```console\n$ hpcdist run\n```\n"
+
+
+CHECKS = """\
+def other():
+    fix = "the fix of another check"
+
+def check(value):
+    fix = ""
+    if value < 1:
+        fix = f"raise {value}"
+    elif value > 9:
+        return failure("size", "too large", "reduce it")
+    for text, why in reasons():
+        yield warning("size", text, fix)
+    yield warning("size", "too small", fix)
+    fix = "a later fix"
+    text, fix = found()
+    yield warning("size", "else", fix)
+"""
+
+
+def test_findings_have_the_fix_of_their_own_branch(tmp_path: Path) -> None:
+    path = tmp_path / "checks.py"
+    path.write_text(CHECKS)
+    rows = [line.strip() for line in findings._findings([path]).splitlines() if "size" in line]
+    assert rows == [
+        "| size | `too large` | reduce it |",
+        "| size | `too small` | raise {value} |",
+        "| size | `too small` |  |",
+        "| size | `else` |  |",
+    ]
