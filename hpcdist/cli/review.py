@@ -467,16 +467,11 @@ def export(
         hpcdist export first --checkpoint final --output digits.pt
         hpcdist export smol --format huggingface --output smol-tuned
     """
-    from hpcdist.config.training_schema import WEIGHT_SUFFIXES
     from hpcdist.config.written import read_stored
     from hpcdist.run.lookup import resolve_run
 
     name = named(run)
-    if name.endswith(WEIGHT_SUFFIXES) and Path(name).is_file():
-        raise UserMistake(
-            f"{name} is a file of weights, not a run, and other programs load it as it is: a run starts from it with"
-            f" model.init_from={name}"
-        )
+    _refuse_weights(name)
     folder = resolve_run(name, options.runs_dir())
     stored = read_stored(folder.config)
     monitored = stored.config.checkpoint
@@ -496,6 +491,21 @@ def export(
         output = Path(f"{folder.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}")
     path = output.expanduser()
     checkpoint_export.write_model(folder, chosen, chosen_format, path, stored)
+    say(f"{path}: {_size_of(path):,} bytes, step {chosen.step} of {folder.name}")
+
+
+def _refuse_weights(name: str) -> None:
+    """Raise UserMistake for the name of a file of weights, which is no run."""
+    from hpcdist.config.training_schema import WEIGHT_SUFFIXES
+
+    if name.endswith(WEIGHT_SUFFIXES) and Path(name).is_file():
+        raise UserMistake(
+            f"{name} is a file of weights, not a run, and other programs load it as it is: a run starts from it with"
+            f" model.init_from={name}"
+        )
+
+
+def _size_of(path: Path) -> int:
+    """Return the bytes of a file, or of the files of a folder."""
     files = [path, *path.rglob("*")]
-    size = sum(file.stat().st_size for file in files if file.is_file())
-    say(f"{path}: {size:,} bytes, step {chosen.step} of {folder.name}")
+    return sum(file.stat().st_size for file in files if file.is_file())

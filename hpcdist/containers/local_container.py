@@ -111,18 +111,12 @@ def local_container(
     """
     runs = Path(config.runs_dir).expanduser().absolute()
     data = Path(config.data.root).expanduser().absolute()
-    folders = [runs, data]
-    if own_code:
-        folders.append(cwd)
-    compiled = config.compiled_folder.expanduser().absolute()
-    if compiled.is_dir() and not compiled.is_relative_to(runs):
-        folders.append(compiled)
+    workdir = cwd if own_code else None
     gpus = ""
     if num_gpus and config.launch.device != "cpu":
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all"
     has_rdma = Path(INFINIBAND).is_dir()
-    # Paths are the same inside and outside, because MLflow's database and the run folder store them.
-    mounts = [Mount(source=str(folder), target=str(folder)) for folder in dict.fromkeys(folders)]
+    mounts = _mounts(config, runs, data, workdir)
     of_user = inherited(env, (), mounts)
     # Ranks save a checkpoint in the first time, and the supervisor delivers the rest to MLflow in the second one.
     stop_timeout_s = config.launch.stop_grace_s + config.tracking.drain_timeout_s
@@ -136,7 +130,7 @@ def local_container(
         # Ranks use loopback and need no network except to reach an MLflow server on this machine.
         host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
         mounts=(*mounts, *of_user.mounts),
-        workdir=cwd if own_code else None,
+        workdir=workdir,
         env=_passed_names(env, of_user),
         env_values={
             **NO_USER_PACKAGES,
@@ -150,6 +144,18 @@ def local_container(
         stop_timeout_s=math.ceil(stop_timeout_s),
         notes=tuple(of_user.notes),
     )
+
+
+def _mounts(config: Config, runs: Path, data: Path, workdir: Path | None) -> list[Mount]:
+    """Return the mounts of the folders of runs, data, code and compiled code, each of them once."""
+    folders = [runs, data]
+    if workdir is not None:
+        folders.append(workdir)
+    compiled = config.compiled_folder.expanduser().absolute()
+    if compiled.is_dir() and not compiled.is_relative_to(runs):
+        folders.append(compiled)
+    # Paths are the same inside and outside, because MLflow's database and the run folder store them.
+    return [Mount(source=str(folder), target=str(folder)) for folder in dict.fromkeys(folders)]
 
 
 def _passed_names(env: Mapping[str, str], of_user: Inherited) -> tuple[str, ...]:
