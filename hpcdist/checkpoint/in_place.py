@@ -57,18 +57,28 @@ class StoredState:
         self.model = model
         self.trainer = trainer
         self._wholes = {key: Whole(tuple(shape), dtype) for key, (shape, dtype) in sharded.items()}
-        self._reader = ShardReader(files)
+        self._files = files
         self._targets: dict[Key, list[Target]] = {}  #: memory to fill from the shards
 
     def whole_model(self) -> dict[str, Any]:
         """Return the state dict of the model with whole tensors in host memory."""
-        found = self._reader.read({key: whole for key, whole in self._wholes.items() if isinstance(key, str)})
-        return {name: found.get(name, value) for name, value in self.model.items()}
+        reader = ShardReader(self._files)
+        whole = dict(self.model)
+        for key in self._wholes:
+            if isinstance(key, str):
+                whole[key] = reader.read(key, self._wholes[key])
+        return whole
 
     def whole_trainer(self) -> dict[str, Any]:
         """Return the state of the trainer with whole tensors in host memory."""
-        found = self._reader.read({key: whole for key, whole in self._wholes.items() if isinstance(key, tuple)})
-        whole: dict[str, Any] = map_leaves(lambda path, value: found.get(path, value), self.trainer)
+        reader = ShardReader(self._files)
+
+        def read(path: tuple[Any, ...], value: Any) -> Any:
+            if path in self._wholes:
+                return reader.read(path, self._wholes[path])
+            return value
+
+        whole: dict[str, Any] = map_leaves(read, self.trainer)
         return whole
 
     def load(self, model: nn.Module | None, states: Mapping[str, Stateful]) -> None:
@@ -88,7 +98,9 @@ class StoredState:
                 self._load_module(name, value, saved, (name,))
             elif saved:  # empty if it had nothing to save, such as a disabled GradScaler
                 pending.append((value, self._state_for(value, saved, name)))
-        self._reader.fill(self._targets)
+        reader = ShardReader(self._files)
+        for key, targets in self._targets.items():
+            reader.fill(key, targets)
         self._targets = {}
         for value, state in pending:
             value.load_state_dict(state)

@@ -6,7 +6,7 @@ Nothing in the files is executed: tensors are read with `torch.load(weights_only
 import json
 import logging
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.sharded import copy_overlap, targets_of
+from hpcdist.checkpoint.sharded import targets_of
 from hpcdist.checkpoint.state import clean_names, require_memory
 from hpcdist.checkpoint.store import load_file
 from hpcdist.checkpoint.stored_weights import StoredWeights
@@ -59,7 +59,7 @@ _PROGRAM_DTYPES = {
 }
 
 
-def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping[str, Tensor]:
+def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> StoredWeights:
     """Return the weights from which a new run starts, by the names of the bare model and with their shapes.
 
     Weights that `init_from_skip` leaves out are missing in the result, which is empty without `init_from`.
@@ -70,7 +70,7 @@ def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping
     Raises ConfigError if the weights do not fit the model, or if their copy cannot be read.
     """
     if not cfg.init_from:
-        return {}
+        return StoredWeights({})
     origin = read_origin_of_weights(run)
     if origin is None:
         raise ConfigError(f"{KEY}: {run.init_from} has no weights: the run was started without this key")
@@ -91,11 +91,10 @@ def initial_weights(run: RunDir, module: nn.Module, cfg: ModelConfig) -> Mapping
     return fitting
 
 
-def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_into(module: nn.Module, weights: StoredWeights) -> None:
     """Copy weights by the names of the bare model into a module; other weights of the module stay as they are.
 
-    Of a weight that is sharded over ranks (DTensor) each rank copies its own box. Of mapped files it reads only that;
-    of the shards of a checkpoint it reads a whole tensor at a time.
+    Of a weight that is sharded over ranks (DTensor), each rank reads its own box.
 
     Raises TrainerError if a weight is on the device `meta`.
     """
@@ -105,10 +104,8 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if not isinstance(state[key], Tensor):  # extra state of a module
             continue
         targets = targets_of(state[key])
-        if targets and name in weights:
-            whole = weights[name]
-            for target in targets:
-                copy_overlap(whole, (0,) * whole.dim(), target)
+        if name in weights:
+            weights.fill(name, targets)
 
 
 def _tied_to_others(module: nn.Module, found: Collection[str]) -> list[str]:
@@ -135,8 +132,8 @@ def wanted_shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def fitted(
-    weights: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], skip: Sequence[str], origin: WeightOrigin
-) -> Mapping[str, Tensor]:
+    weights: StoredWeights, wanted: Mapping[str, torch.Size], skip: Sequence[str], origin: WeightOrigin
+) -> StoredWeights:
     """Return the weights under the names of a model, without those that `skip` leaves out.
 
     No tensor is read: each access to the result reads one.
@@ -144,7 +141,7 @@ def fitted(
     Raises ConfigError with all names that are missing, unexpected or of another shape.
     """
     names = {bare_name(name, wanted): name for name in weights}
-    found = {bare: shape_in(weights, name) for bare, name in names.items()}
+    found = {bare: weights.whole(name).shape for bare, name in names.items()}
     unknown = [pattern for pattern in skip if not any(fnmatchcase(name, pattern) for name in (*wanted, *found))]
     if unknown:
         raise ConfigError(f"{KEY}_skip: no weight has a name like {few(unknown)}: the model has {few(list(wanted))}")
@@ -171,38 +168,7 @@ def fitted(
             *problems.values(),
             source=f"{KEY}: {origin.found} does not fit the model; for a new head set {KEY}_skip=[{patterns}]",
         )
-    return RenamedWeights(weights, {name: names[name] for name in wanted if name in found and not is_skipped(name)})
-
-
-def shape_in(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """Return the shape of a weight, without reading it from a checkpoint."""
-    if isinstance(weights, StoredWeights):
-        return weights.whole(name).shape
-    return tuple(weights[name].shape)
-
-
-class RenamedWeights(Mapping[str, Tensor]):
-    """Some of the weights under other names.
-
-    Args:
-        names: their names in `weights` by the new names.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self._weights = weights
-        self._names = names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._names[name]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # without reading the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    return weights.renamed({name: names[name] for name in wanted if name in found and not is_skipped(name)})
 
 
 def bare_name(name: str, wanted: Mapping[str, torch.Size]) -> str:
@@ -220,12 +186,12 @@ def bare_name(name: str, wanted: Mapping[str, torch.Size]) -> str:
 # The readers, by the files in `init_from/`. Another kind of source is another file name and its reader.
 
 
-def read_weights(folder: Path) -> Mapping[str, Tensor]:
-    """Return the weights in the folder `init_from` of a run, in host memory; those of a checkpoint one at a time.
+def read_weights(folder: Path) -> StoredWeights:
+    """Return the weights in the folder `init_from` of a run.
 
     Raises CheckpointError if a file cannot be read or holds anything but weights.
     """
-    readers: dict[str, Callable[[Path], Mapping[str, Tensor]]] = {
+    readers: dict[str, Callable[[Path], StoredWeights]] = {
         f"{WEIGHTS_NAME}.pt": _torch_weights,
         f"{WEIGHTS_NAME}.safetensors": _safetensors_weights,
         HUGGING_FACE_INDEX: _indexed_weights,
@@ -239,10 +205,10 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
     raise CheckpointError(f"{folder} has no weights")
 
 
-def _torch_weights(path: Path) -> dict[str, Tensor]:
+def _torch_weights(path: Path) -> StoredWeights:
     # Mapped memory is shared by the ranks of a node; files from before torch 1.6 cannot be mapped.
     content = load_file(path, mmap=zipfile.is_zipfile(path))
-    return state_dict_in(content, path)
+    return StoredWeights(state_dict_in(content, path))
 
 
 def state_dict_in(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
@@ -259,7 +225,11 @@ def state_dict_in(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _safetensors_weights(path: Path) -> dict[str, Tensor]:
+def _safetensors_weights(path: Path) -> StoredWeights:
+    return StoredWeights(_load_safetensors(path))
+
+
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file as load_safetensors
@@ -271,18 +241,18 @@ def _safetensors_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
-def _indexed_weights(index: Path) -> dict[str, Tensor]:
+def _indexed_weights(index: Path) -> StoredWeights:
     weights: dict[str, Tensor] = {}
     for path in sorted(index.parent.glob("*.safetensors")):
-        weights |= _safetensors_weights(path)
-    return weights
+        weights |= _load_safetensors(path)
+    return StoredWeights(weights)
 
 
-def _checkpoint_weights(path: Path) -> Mapping[str, Tensor]:
+def _checkpoint_weights(path: Path) -> StoredWeights:
     return StoredWeights(load_file(path, mmap=True), sorted(path.parent.glob("shard-*.pt")))
 
 
-def _program_weights(path: Path) -> dict[str, Tensor]:
+def _program_weights(path: Path) -> StoredWeights:
     """Return the weights of a program of torch.export.
 
     `torch.export.load` is not used: it evaluates expressions of the file, and may unpickle its example.
@@ -294,7 +264,7 @@ def _program_weights(path: Path) -> dict[str, Tensor]:
             weights = {}
             for name, entry in json.loads(archive.read(index))["config"].items():
                 weights[name] = _program_tensor(archive.read(f"{folder}/{entry['path_name']}"), entry["tensor_meta"])
-            return weights
+            return StoredWeights(weights)
     except (OSError, KeyError, TypeError, ValueError, StopIteration, RuntimeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: A name of the model, or a path in the trainer's state.
 Key = str | tuple[Any, ...]
-K = TypeVar("K", bound=str | tuple[Any, ...])
 
 
 class Box(NamedTuple):
@@ -266,46 +265,71 @@ def parts_of(path: Path) -> Iterator[tuple[Key, Box, Tensor]]:
 
 
 class ShardReader:
-    """The shards of a checkpoint.
+    """The shards of a checkpoint, which stay mapped into memory as long as this object exists.
 
     Args:
-        files: the shards. `fill` opens them in this order, and only until it has found everything.
+        files: the shards. They are opened in this order, and only until everything is found.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
+        self._num_opened = 0
+        self._parts: dict[Key, list[tuple[Box, Tensor]]] = {}  #: in the files that are open
 
-    def fill(self, targets: Mapping[Key, Sequence[Target]]) -> None:
-        """Copy boxes of whole tensors into memory.
+    def wholes(self) -> dict[Key, Whole]:
+        """Return shape and type of each tensor in the shards, of which all are opened."""
+        while self._num_opened < len(self._files):
+            self._open_next()
+        wholes: dict[Key, Whole] = {}
+        for key, parts in self._parts.items():
+            box, part = parts[0]
+            wholes[key] = Whole(box.shape, part.dtype)
+        return wholes
+
+    def fill(self, key: Key, targets: Sequence[Target]) -> None:
+        """Copy boxes of a whole tensor into memory. Of the shards, only what they contain of these boxes is read.
 
         Raises CheckpointError if values of a box are in no shard.
         """
-        missing: dict[tuple[Key, int], int] = {}  # number of values that are not found yet, by key and target
-        for key, parts in targets.items():
-            for number, target in enumerate(parts):
-                missing[key, number] = target.tensor.numel()
-        # A tensor without values need not be in any shard.
-        keys = {key for key, parts in targets.items() if any(target.tensor.numel() for target in parts)}
-        for path in self._files:
-            if not keys:
-                return
-            for key, box, part in parts_of(path):
-                if key not in keys:
-                    continue
-                for number, target in enumerate(targets[key]):
-                    missing[key, number] -= copy_overlap(part, box.offset, target)
-                if all(missing[key, number] == 0 for number in range(len(targets[key]))):
-                    keys.discard(key)
-        for key in keys:
-            num_missing = sum(missing[key, number] for number in range(len(targets[key])))
+        num_missing = sum(self._copy(key, target) for target in targets)
+        if num_missing:
             raise CheckpointError(f"{self._folder}: {num_missing} values of {key_text(key)} are in no shard")
 
-    def read(self, wholes: Mapping[K, Whole]) -> dict[K, Tensor]:
-        """Return whole tensors in host memory."""
-        tensors = {key: torch.empty(whole.shape, dtype=whole.dtype) for key, whole in wholes.items()}
-        targets: dict[Key, list[Target]] = {key: targets_of(tensor) for key, tensor in tensors.items()}
-        self.fill(targets)
-        return tensors
+    def _copy(self, key: Key, target: Target) -> int:
+        """Copy a box of a whole tensor; return the number of values that are in no shard."""
+        num_missing = target.tensor.numel()
+        parts = self._parts_of(key)
+        while num_missing:
+            found = next(parts, None)
+            if found is None:
+                break
+            box, part = found
+            num_missing -= copy_overlap(part, box.offset, target)
+        return num_missing
+
+    def _parts_of(self, key: Key) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the parts of a tensor. The next file is opened when the files before have no more of them."""
+        number = 0
+        while True:
+            parts = self._parts.get(key, [])
+            if number < len(parts):
+                yield parts[number]
+                number += 1
+            elif self._num_opened < len(self._files):
+                self._open_next()
+            else:
+                return
+
+    def _open_next(self) -> None:
+        for key, box, part in parts_of(self._files[self._num_opened]):
+            self._parts.setdefault(key, []).append((box, part))
+        self._num_opened += 1
+
+    def read(self, key: Key, whole: Whole) -> Tensor:
+        """Return a whole tensor in host memory."""
+        tensor = torch.empty(whole.shape, dtype=whole.dtype)
+        self.fill(key, targets_of(tensor))
+        return tensor
 
     @property
     def _folder(self) -> str:

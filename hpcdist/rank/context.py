@@ -327,8 +327,7 @@ class Context:
         `model.init_from`, and with a checkpoint, the call has no effect.
 
         Args:
-            module: the model, wrapped or bare. If it is sharded over ranks (DTensor), each rank copies its own part;
-                of a sharded checkpoint it reads a whole tensor at a time.
+            module: the model, wrapped or bare. If it is sharded over ranks (DTensor), each rank reads its own part.
             skip: patterns of weights that the trainer itself initialises, besides those of `model.init_from_skip`.
 
         Raises ConfigError if a name or shape does not fit; `model.init_from_skip` leaves weights out.

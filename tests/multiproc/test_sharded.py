@@ -27,9 +27,11 @@ from hpcdist.checkpoint.state import Shard, load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import ModelConfig
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.context import Context, close
 from hpcdist.run.folder import RunDir
+from hpcdist.tracking.weight_source import checkpoint_weights
 
 CONFIG = Config(checkpoint=CheckpointConfig(every_steps=4))
 
@@ -503,6 +505,41 @@ def test_save_and_restore_need_memory_for_the_part_of_a_rank(tmp_path: Path) -> 
         assert found["saving"] <= found["part"] + MAX_EXTRA_BYTES, found
         # New memory for the state of the optimizer, and the pages of the mapped file of this rank.
         assert found["restoring"] <= 2 * found["part"] + MAX_EXTRA_BYTES, found
+
+
+def memory_of_a_start(here: Rank, path: Path) -> dict[str, int]:
+    """Start a sharded layer from the sharded checkpoint of another run."""
+    source = RunDir(path / "source")
+    with open_context(here, source, CONFIG) as ctx:
+        layer = nn.Linear(4000, 4000, bias=False)
+        fully_shard(layer, mesh=ctx.mesh(shard=2))
+        ctx.save(1, model=layer, trainer={})
+        close(ctx)
+    run = RunDir(path / "run")
+    if here.rank == 0:
+        checkpoint_weights("source", source.checkpoints / "step-00000001").copy_to(run.init_from)
+    torch.distributed.barrier()
+    with open_context(here, run, Config(model=ModelConfig(init_from="source"))) as ctx:
+        other = nn.Linear(4000, 4000, bias=False)
+        fully_shard(other, mesh=ctx.mesh(shard=2))
+        ctx.groups.barrier()
+        peak = Peak()
+        ctx.init_from(other)
+        growth = peak.growth()
+        close(ctx)
+    found, expected = other.weight, layer.weight
+    assert isinstance(found, DTensor)
+    assert isinstance(expected, DTensor)
+    assert torch.equal(found.to_local(), expected.to_local())
+    return {"part": expected.to_local().nbytes, "growth": growth}
+
+
+def test_start_from_shards_needs_memory_for_the_own_part(tmp_path: Path) -> None:
+    for name in ("source", "run"):
+        RunDir.create(tmp_path / name)
+    for found in spawn_ranks(memory_of_a_start, 2, path=tmp_path):
+        # The pages of the mapped file of this rank. A whole tensor has twice as many bytes.
+        assert found["growth"] < 1.5 * found["part"], found
 
 
 # --- kills

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.initial_weights import initial_weights
-from hpcdist.checkpoint.sharded import Box, Key
+from hpcdist.checkpoint.sharded import Box, Key, Target
 from hpcdist.checkpoint.state import Shard
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
@@ -215,11 +216,11 @@ class TableShard:
             states[name] = {key: self.table_rows(table, matrix) for key, matrix in self.optimizer.state.items()}
         return Shard(model=weights, boxes=boxes, trainer={"step": self.optimizer.step, "state": states})
 
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+    def start_from(self, weights: StoredWeights) -> None:
         """Copy this server's rows of the whole tables in `weights`, by the names of `ClickModel`."""
         for table, span in self._spans.items():
             if weight_name(table) in weights:
-                self.table_rows(table).copy_(weights[weight_name(table)][span.start : span.stop])
+                weights.fill(weight_name(table), [Target(self.table_rows(table), (span.start, 0))])
 
     def load(self, shards: Iterable[Mapping[str, Any] | None]) -> None:
         """Load this server's rows from shards of any number of servers, one at a time, until it has all rows."""

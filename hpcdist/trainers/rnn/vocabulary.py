@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.sharded import Box
+from hpcdist.checkpoint.sharded import Box, Target
 from hpcdist.checkpoint.state import Shard
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.roles import share_of
 from hpcdist.config.training_schema import OptimConfig
 from hpcdist.errors import ConfigError, PeerLost
@@ -354,11 +355,12 @@ class VocabularyServer:
             trainer={"decoder": self.decoder_optimizer.state_dict(), "rows": self.row_optimizer.state_dict()},
         )
 
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+    def start_from(self, weights: StoredWeights) -> None:
         """Copy this server's rows of the whole tables in `weights`, by the names of `LanguageModel`."""
         for name, rows in self.named_rows.items():
             if name in weights:
-                rows.copy_(weights[name][self.start : self.stop])
+                first = (self.start, *(0 for _ in rows.shape[1:]))
+                weights.fill(name, [Target(rows, first)])
 
     def restore(self, saved: Restored) -> None:
         """Load rows and optimizer states from the shards of any number of servers."""

@@ -41,7 +41,7 @@ def test_boxes_join_to_whole_tensors(files: list[Path]) -> None:
     assert found.whole("norm") == Whole((2,), torch.float32)
     assert torch.equal(found["table"], TABLE)
     assert torch.equal(found["bias"], torch.ones(3))
-    moment = ShardReader(files).read({MOMENT: Whole((5, 6), torch.float64)})[MOMENT]
+    moment = ShardReader(files).read(MOMENT, Whole((5, 6), torch.float64))
     assert torch.equal(moment, -TABLE.double())
 
 
@@ -54,26 +54,29 @@ def test_any_box_is_read_from_the_boxes_in_the_files(
     columns = slice(offset[1], min(6, offset[1] + shape[1]))
     expected = TABLE[rows, columns]
     memory = torch.full(expected.shape, torch.nan)
-    ShardReader(files).fill({"table": [Target(memory, offset)]})
+    ShardReader(files).fill("table", [Target(memory, offset)])
     assert torch.equal(memory, expected)
 
 
 def test_reader_opens_no_file_after_it_has_found_all(files: list[Path]) -> None:
     target = Target(torch.empty(2, 6), (3, 0))
     files[0].write_bytes(b"damaged")
-    ShardReader([files[2], files[0]]).fill({"table": [target]})
+    ShardReader([files[2], files[0]]).fill("table", [target])
     assert torch.equal(target.tensor, TABLE[3:5])
 
 
-def test_missing_values_and_damaged_shards_are_errors(files: list[Path], tmp_path: Path) -> None:
+def test_values_in_no_shard_are_errors(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}: 12 values of optimizer.state.0.exp_avg are in no shard$"):
-        ShardReader(files[:2]).read({MOMENT: Whole((5, 6), torch.float32)})
+        ShardReader(files[:2]).read(MOMENT, Whole((5, 6), torch.float32))
     with pytest.raises(CheckpointError, match=r"^a checkpoint without shards: 2 values of bias are in no shard$"):
-        ShardReader([]).read({"bias": Whole((2,), torch.float32)})
-    with pytest.raises(CheckpointError, match=r"^12 values of table are in no shard of the checkpoint$"):
+        ShardReader([]).read("bias", Whole((2,), torch.float32))
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: 12 values of table are in no shard$"):
         StoredWeights({}, files[:2])["table"]
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no values of norm: its shards are missing$"):
         StoredWeights({"norm": None}, files)["norm"]
+
+
+def test_damaged_shards_are_named(files: list[Path]) -> None:
     content = torch.load(files[0], weights_only=True)
     damages: list[dict[str, Any]] = [
         {"model": 7},
