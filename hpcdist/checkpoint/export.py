@@ -247,8 +247,8 @@ def write_model(
 ) -> None:
     """Write the weights of a checkpoint to a file or folder, under their names in the bare model.
 
-    The formats `safetensors`, `dcp` and `huggingface` need memory for the largest tensor only, `torch` for all of them;
-    a trainer that changes the weights needs it, too. A safetensors output is a folder in Hugging Face's layout, unless
+    The formats `safetensors`, `dcp` and `huggingface` need memory for the largest tensor only, `torch` for all of them.
+    A safetensors output is a folder in Hugging Face's layout, unless
     it ends with .safetensors. The output appears when it is complete.
 
     Args:
@@ -272,9 +272,7 @@ def write_model(
     if not weights:
         raise ExportError(f"the checkpoint of step {checkpoint.step} of {run.name} contains no weights")
     if trainer.exported_weights is not None:
-        changed = trainer.exported_weights(stored.config, weights)
-        if changed is not weights:
-            weights = StoredWeights(changed, [])
+        weights = trainer.exported_weights(stored.config, weights)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent)
     except OSError as error:

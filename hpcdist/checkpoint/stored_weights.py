@@ -1,7 +1,7 @@
 """Weights by name, one tensor at a time, so that a process needs memory for the largest one only, or for a box."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class StoredWeights(Mapping[str, Tensor]):
             if isinstance(key, str):
                 self._tensors[key] = None
         self._stored_names = {name: name for name in self._tensors}  #: by the names of this mapping
+        self._change: Callable[[str, Tensor], Tensor] | None = None
 
     @classmethod
     def of(cls, folder: Path) -> "StoredWeights":
@@ -58,6 +59,15 @@ class StoredWeights(Mapping[str, Tensor]):
         """Return these weights without one of them."""
         return self.renamed({other: other for other in self if other != name})
 
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> "StoredWeights":
+        """Return these weights, each of which a function of its name and itself changes when it is read.
+
+        The function keeps shape and type.
+        """
+        changed = copy.copy(self)
+        changed._change = change
+        return changed
+
     def is_whole(self, name: str) -> bool:
         """Return whether a tensor is in `model.pt`; otherwise its parts are in shards."""
         return self._tensors[self._stored_names[name]] is not None
@@ -73,9 +83,9 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._in_shards[stored_name]
 
     def fill(self, name: str, targets: Sequence[Target]) -> None:
-        """Copy boxes of a tensor into memory; nothing else of it is read."""
+        """Copy boxes of a tensor into memory; nothing else of it is read, unless it is changed."""
         stored_name = self._stored_names[name]
-        if self._tensors[stored_name] is None:
+        if self._tensors[stored_name] is None and self._change is None:
             self._reader.fill(stored_name, targets)
             return
         tensor = self[name]
@@ -87,6 +97,8 @@ class StoredWeights(Mapping[str, Tensor]):
         tensor = self._tensors[stored_name]
         if tensor is None:
             tensor = self._reader.read(stored_name, self.whole(name))
+        if self._change is not None:
+            tensor = self._change(name, tensor)
         return tensor
 
     def __contains__(self, name: object) -> bool:

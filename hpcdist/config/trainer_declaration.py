@@ -55,8 +55,8 @@ class Trainer:
     """Return the values of its section that the `config.json` of a model in Hugging Face's format determines."""
     hugging_face_config: Callable[[Any, Any, Mapping[str, Any]], dict[str, Any]] | None = None
     """Return the `config.json` of its model in Hugging Face's format, from `Config`, `RunDir` and exported weights."""
-    exported_weights: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Return the weights of an export from the `Config` and those of a checkpoint; None exports the latter."""
+    exported_weights: Callable[[Any, Any], Any] | None = None
+    """Return the `StoredWeights` of an export from `Config` and those of a checkpoint; None exports the latter."""
     charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
     is_benchmark: bool = False

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
@@ -17,6 +16,9 @@ from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError, plural
 from hpcdist.run.weight_files import TOKENIZER_FILE
 from hpcdist.trainers.lm.huggingface import config_document, section_values
+
+if TYPE_CHECKING:
+    from hpcdist.checkpoint.stored_weights import StoredWeights
 
 #: Tokens of the tokenizer of bytes: their values, and an end token.
 NUM_BYTE_TOKENS = 257
@@ -329,10 +331,10 @@ def two_tokenizers(corpus: CorpusConfig, source: str) -> str:
     )
 
 
-def _exported_weights(config: Config, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    from hpcdist.trainers.lm.model import merged_lora
+def _exported_weights(config: Config, weights: StoredWeights) -> StoredWeights:
+    from hpcdist.trainers.lm.model import merged_when_read
 
-    return merged_lora(weights, config.section(LmConfig).lora)
+    return merged_when_read(weights, config.section(LmConfig).lora)
 
 
 TRAINER = Trainer(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.trainers.lm import LmConfig, LmLoraConfig, LmModelConfig
 from hpcdist.trainers.lm.huggingface import EMBEDDING
 
@@ -220,13 +221,26 @@ def add_lora(model: Decoder, config: LmLoraConfig) -> None:
 
 def merged_lora(weights: Mapping[str, Tensor], config: LmLoraConfig) -> dict[str, Tensor]:
     """Return the weights of a model without LoRA that computes the same; those of a model without it as they are."""
-    merged = {name: weight for name, weight in weights.items() if not name.endswith(LORA_WEIGHTS)}
-    for name in weights:
-        layer, _, kind = name.rpartition(".")
-        if kind == "lora_a":
-            product = weights[f"{layer}.lora_b"] @ weights[name]
-            merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + product * config.scale
+    merged = {}
+    for name, weight in weights.items():
+        if not name.endswith(LORA_WEIGHTS):
+            merged[name] = _merged(name, weight, weights, config)
     return merged
+
+
+def merged_when_read(weights: StoredWeights, config: LmLoraConfig) -> StoredWeights:
+    """Return what `merged_lora` returns, of which each access computes one weight."""
+    own = weights.renamed({name: name for name in weights if not name.endswith(LORA_WEIGHTS)})
+    return own.changed(lambda name, weight: _merged(name, weight, weights, config))
+
+
+def _merged(name: str, weight: Tensor, weights: Mapping[str, Tensor], config: LmLoraConfig) -> Tensor:
+    """Return a weight with the matrix that LoRA adds to it, if there is one."""
+    layer = name.removesuffix(".weight")
+    if f"{layer}.lora_a" not in weights:
+        return weight
+    product = weights[f"{layer}.lora_b"] @ weights[f"{layer}.lora_a"]
+    return weight + product * config.scale
 
 
 class KeyValues:

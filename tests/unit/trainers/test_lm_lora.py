@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpcdist.checkpoint.sharded import Box, Key, ShardReader, Target, Whole
+from hpcdist.checkpoint.state import Shard
+from hpcdist.checkpoint.store import save_file, shard_name
+from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.lm import LmConfig, LmLoraConfig, LmModelConfig
+from hpcdist.trainers.lm import TRAINER, LmConfig, LmLoraConfig, LmModelConfig
 from hpcdist.trainers.lm.model import Decoder, add_lora, merged_lora, whole_decoder
 
 SIZES = LmModelConfig(hidden_size=16, num_layers=2, intermediate_size=24, num_kv_heads=2, qkv_bias=True)
@@ -56,6 +61,33 @@ def test_merged_weights_compute_the_same() -> None:
     other_scale = merged_lora(model.state_dict(), replace(LORA, alpha=12.0))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.allclose(other_scale[name], merged.state_dict()[name])
+
+
+def test_export_merges_a_weight_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {name: weight + 1 for name, weight in decoder_with_lora().state_dict().items()}
+    boxes: dict[Key, Box] = {name: Box((0,) * weight.dim(), tuple(weight.shape)) for name, weight in state.items()}
+    save_file(Shard(model=state, boxes=boxes).content(), tmp_path / shard_name(0))
+    read: list[str] = []
+    original = ShardReader.read
+
+    def noted(self: ShardReader, key: str, whole: Whole) -> torch.Tensor:
+        read.append(key)
+        return original(self, key, whole)
+
+    monkeypatch.setattr(ShardReader, "read", noted)
+    weights = StoredWeights(dict.fromkeys(state), [tmp_path / shard_name(0)])
+    config = Config(sections={"lm": LmConfig(model=SIZES, lora=LORA)})
+    assert TRAINER.exported_weights is not None
+    exported = TRAINER.exported_weights(config, weights)
+    expected = merged_lora(state, LORA)
+    assert list(exported) == list(expected)
+    assert read == []
+    layer = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(exported[f"{layer}.weight"], expected[f"{layer}.weight"])
+    assert sorted(read) == [f"{layer}.lora_a", f"{layer}.lora_b", f"{layer}.weight"]
+    rows = torch.empty(3, 16)
+    exported.fill(f"{layer}.weight", [Target(rows, (2, 0))])
+    assert torch.equal(rows, expected[f"{layer}.weight"][2:5])
 
 
 def test_lora_without_layers_is_a_mistake() -> None:
