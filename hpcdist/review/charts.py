@@ -12,6 +12,7 @@ from markupsafe import Markup
 from hpcdist.errors import duration
 from hpcdist.review.facts import ATTEMPT, RunFacts, Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.ledger import Interval, Ledger
+from hpcdist.review.markdown import text_of
 from hpcdist.review.svg import (
     BOTTOM,
     HEIGHT,
@@ -33,7 +34,7 @@ from hpcdist.review.svg import (
     ticks,
     with_legend,
 )
-from hpcdist.run.figures import Curves, Figure, Histogram, Matrix
+from hpcdist.run.figures import Curves, Figure, Histogram, Matrix, Text
 
 
 def line_chart(
@@ -189,7 +190,7 @@ def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
 
 
 def draw(figure: Figure) -> Markup:
-    """Return a figure of a trainer as SVG or as an HTML table."""
+    """Return a figure of a trainer as SVG or HTML."""
     match figure:
         case Matrix():
             return _matrix(figure)
@@ -198,6 +199,8 @@ def draw(figure: Figure) -> Markup:
             return line_chart(drawn, x_label=figure.x_label, y_label=figure.y_label)
         case Histogram():
             return _histogram(figure)
+        case Text():
+            return tag("pre", text_of(figure.text))
 
 
 def _histogram(figure: Histogram) -> Markup:

@@ -61,8 +61,17 @@ class Histogram:
     step: int = 0
 
 
-Figure = Matrix | Curves | Histogram
-KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram": Histogram}
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text, such as one that a language model has written."""
+
+    title: str
+    text: str
+    step: int = 0
+
+
+Figure = Matrix | Curves | Histogram | Text
+KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram": Histogram, "text": Text}
 
 
 def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
@@ -133,6 +142,8 @@ def _is_regular(figure: Figure) -> bool:
                 return False
             is_ascending = all(left < right for left, right in pairwise(edges))
             return is_ascending and 0 < len(counts) == len(edges) - 1 <= MAX_POINTS
+        case Text():  # the report shows the beginning of a long one
+            return True
 
 
 def _is_line(points: Any) -> bool:

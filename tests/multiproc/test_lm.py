@@ -21,6 +21,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, OptimConfig, StopConfig, TrainerConfig
 from hpcdist.data.windows import TokenWindows
 from hpcdist.rank.context import close
+from hpcdist.run.figures import Text, read_figures
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
@@ -149,6 +150,9 @@ def test_each_window_is_trained_once_an_epoch(undisturbed: Trained) -> None:
     assert len(undisturbed.metric("eval/bits_per_byte")) == 4  # after steps 3, 4, 6 and 7
     samples = sorted(path.name for path in undisturbed.run.artifacts.glob("samples/*"))
     assert samples[0] == "step-00000003.txt"
+    (newest,), _ = read_figures(undisturbed.run.artifacts)
+    assert isinstance(newest, Text)
+    assert newest.text == (undisturbed.run.artifacts / "samples" / samples[-1]).read_text()
 
 
 def test_a_diverged_run_writes_no_sample(tmp_path: Path) -> None:

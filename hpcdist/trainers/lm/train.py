@@ -26,6 +26,7 @@ from hpcdist.data.windows import TokenWindows
 from hpcdist.rank.context import Context
 from hpcdist.rank.peak_flops import measured_flops, specified_flops
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
+from hpcdist.run.figures import Text
 from hpcdist.run.samples import MAX_RESULTS
 from hpcdist.trainers.lm import LmConfig
 from hpcdist.trainers.lm.corpus import Corpus, prepare
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 ADAM_BETAS = (0.9, 0.95)
 #: Tokens of the beginning of the held-out text that the sample continues, and of the continuation.
 NUM_PROMPT_TOKENS, NUM_SAMPLE_TOKENS = 32, 64
+#: Characters at the end of the prompt that the report shows; it leaves out the end of a long text.
+MAX_SHOWN_PROMPT = 200
 #: Limit of the loss in the perplexity: above 709 the exponential is not a finite float64.
 MAX_EXPONENT = 700.0
 
@@ -341,7 +344,10 @@ def evaluate(ctx: Context, model: Decoder, held_out: HeldOut) -> dict[str, float
 
 @torch.no_grad()
 def write_sample(ctx: Context, lm: LmConfig, model: Decoder, corpus: Corpus, step: int) -> None:
-    """Write a text that the model continues to `samples/` of the run's artifacts. Call it on every rank."""
+    """Write a text that the model continues to `samples/` of the run's artifacts, and the newest to the report.
+
+    Call it on every rank.
+    """
     prompt = corpus.tokenizer.encode(lm.sample_prompt)
     if not prompt:
         prompt = corpus.held_out.read_items(np.arange(1))[0, :NUM_PROMPT_TOKENS].tolist()
@@ -349,9 +355,10 @@ def write_sample(ctx: Context, lm: LmConfig, model: Decoder, corpus: Corpus, ste
     if ctx.is_main:
         begin = corpus.tokenizer.decode(prompt)
         text = corpus.tokenizer.decode(continued)
-        ctx.report.artifact(f"samples/step-{step:08}.txt").write_text(
-            f"{begin}\N{BLACK RIGHT-POINTING TRIANGLE}{text}\n"
-        )
+        continuation = f"\N{BLACK RIGHT-POINTING TRIANGLE}{text}\n"
+        ctx.report.artifact(f"samples/step-{step:08}.txt").write_text(begin + continuation)
+        shown = begin[-MAX_SHOWN_PROMPT:] + continuation
+        ctx.report.figure("sample", Text(title="a text that the model continues", text=shown))
 
 
 def continue_text(

@@ -19,7 +19,7 @@ from hpcdist.review.ledger import ledgers_of
 from hpcdist.review.report import render_report, render_sweep, write_report
 from hpcdist.review.sweep_facts import read_sweep_facts
 from hpcdist.run.attempt_times import CAUSES
-from hpcdist.run.figures import Curves, Histogram, Matrix
+from hpcdist.run.figures import Curves, Histogram, Matrix, Text
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.tracking.series import read_series
 
@@ -67,6 +67,7 @@ def full(scene: ReportScene, monkeypatch: pytest.MonkeyPatch) -> ReportScene:
                                             names=["a", "b"], values=[[9, 1], [2, 8]], step=90))  # fmt: skip
     scene.figure("curve", Curves(title="calibration", x_label="p", y_label="q", lines={"model": [[0, 0], [1, 0.9]]}))
     scene.figure("spread", Histogram(title="returns", x_label="r", y_label="episodes", edges=[0, 1, 2], counts=[3, 4]))
+    scene.figure("sample", Text(title="text of the model", text="def main():▶\n    pass", step=90))
     monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
     return scene
 
@@ -97,6 +98,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "0.078 core-hours" in found.text
     assert "7.1 %" in found.text, "the goodput"
     assert '<td class="n h8">9</td><td class="n h0">1</td>' in page, "shaded by the share of the row"
+    assert "<pre>def main():▶\n    pass</pre>" in page
     assert "attempt 2" in found.text, "the mark in the charts"
     assert not {tag for tag, _ in found.found} & {"script", "link", "img", "iframe", "object"}
     assert re.findall(r"https?://|url\(|@import", page) == [], "the page needs no network"
@@ -117,6 +119,7 @@ def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pyt
     scene.figure("a", Matrix(title=HOSTILE, row_label=HOSTILE, column_label=HOSTILE, names=[HOSTILE], values=[[1]]))
     scene.figure("c", Curves(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, lines={HOSTILE: [[0, 1], [1, 1]]}))
     scene.figure("d", Histogram(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, edges=[0, 1], counts=[1]))
+    scene.figure("e", Text(title=HOSTILE, text=f"{HOSTILE}\udc80"))
     (scene.run.artifacts / "figures" / f"{HOSTILE.replace('/', '')}.json").write_text("{}")
     monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
     page = page_of(scene)
@@ -137,7 +140,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> Non
     assert "state.json is damaged" in text
     assert "config.yaml: must hold keys and values" in text
     assert "figures/text.json is not a figure" in text
-    assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram" in text
+    assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram, text" in text
     assert "train/loss" in text
     full.run.config.write_text("trainer: [ddp]")
     assert "train/loss" in Elements(render_report(full.run, lambda run: series)).text

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.run.figures import Curves, Histogram, Matrix, histogram, read_figures, write_figure
+from hpcdist.run.figures import Curves, Figure, Histogram, Matrix, Text, histogram, read_figures, write_figure
 
 
 def test_figures_are_read_as_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    figures: list[Matrix | Curves | Histogram] = [
+    figures: list[Figure] = [
         Matrix(title="m", row_label="r", column_label="c", names=["a", "b"], values=[[1, 2], [3, 4]], step=7),
         Curves(title="k", x_label="x", y_label="y", lines={"one": [[0, 1], [1, 2]]}, step=7),
         Histogram(title="h", x_label="x", y_label="y", edges=[0, 1, 2], counts=[1, 2], step=7),
+        Text(title="t", text="Once upon\na time", step=7),
     ]
     for number, figure in enumerate(figures):
         write_figure(tmp_path, f"f{number}", figure)
@@ -46,6 +47,7 @@ def test_other_content_is_no_figure(tmp_path: Path) -> None:
         curves | {"lines": {"one": 3}},
         histogram | {"edges": [1, 0]},
         histogram | {"counts": []},
+        {"kind": "text", "title": "t", "text": 1},
     ):
         (tmp_path / "figures" / "one.json").write_text(json.dumps(content))
         found, (problem,) = read_figures(tmp_path)
