@@ -7,8 +7,8 @@ pieces follow from the files alone, so the documents and their order do not depe
 import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,19 +115,25 @@ def documents_of(piece: Piece, on_corrupt: OnCorrupt) -> Iterator[Document]:
 def split_held_out(documents: Iterator[Document], every: int) -> Iterator[tuple[Document, bool]]:
     """Yield the documents of a piece, and whether each is held out: the last one of every `every`.
 
-    With fewer documents, the same fraction of their text is held out, at their end.
+    With fewer documents, the same fraction of their text is held out, at their end. A part of a document ends where
+    what follows it is in the other file: without an end, it would continue in another text.
     """
+    # The first document of the next piece is not held out.
+    following = (Document(""), False)
+    divided = chain(_divided(documents, every), [following])
+    for (document, is_held_out), (_, is_next_held_out) in pairwise(divided):
+        if is_held_out != is_next_held_out:
+            document = replace(document, ends=True)
+        yield document, is_held_out
+
+
+def _divided(documents: Iterator[Document], every: int) -> Iterator[tuple[Document, bool]]:
     first = list(islice(documents, every))
     if len(first) < every:
         yield from _with_end_held_out(first, every)
         return
-    for number, document in enumerate(_chained(first, documents), start=1):
+    for number, document in enumerate(chain(first, documents), start=1):
         yield document, number % every == 0
-
-
-def _chained(first: list[Document], others: Iterator[Document]) -> Iterator[Document]:
-    yield from first
-    yield from others
 
 
 def _with_end_held_out(documents: list[Document], every: int) -> Iterator[tuple[Document, bool]]:
@@ -141,9 +147,8 @@ def _with_end_held_out(documents: list[Document], every: int) -> Iterator[tuple[
         elif cut == 0:
             yield document, True
         else:
-            # What follows a part is in the other file: without an end, it would continue in another text.
-            yield Document(document.text[:cut], ends=True), False
-            yield Document(document.text[cut:], ends=True), True
+            yield replace(document, text=document.text[:cut]), False
+            yield replace(document, text=document.text[cut:]), True
 
 
 class _Lines:

@@ -81,7 +81,7 @@ DATASET = "text"
 _SPLITS_IN_RECORD = {TRAIN: "train", HELD_OUT: "test"}
 FACTS_FILE = "facts.json"
 #: Part of the hash; to be raised when the same text gives other files.
-FORMAT = 2
+FORMAT = 3
 #: Text that is tokenized at once: the package tokenizers needs about 100 bytes of memory for a token.
 _BATCH_CHARACTERS = 1 << 20
 #: Text on which a tokenizer is trained, in evenly spaced pieces of the files. More text changes little.

@@ -228,10 +228,24 @@ def test_of_few_documents_the_end_is_held_out() -> None:
     assert split([], 4) == ([], [])
 
 
-def test_both_parts_of_a_divided_document_end() -> None:
+def test_divided_document_ends_where_it_is_divided() -> None:
     parts = [Document("abcd", ends=False), Document("efgh", ends=False)]
     assert list(split_held_out(iter(parts), 4)) == [
         (parts[0], False),
         (Document("ef"), False),
         (Document("gh"), True),
     ]
+    parts = [Document("abcdefgh", ends=False), Document("01")]
+    assert list(split_held_out(iter(parts), 3)) == [
+        (Document("abcdefg"), False),
+        (Document("h", ends=False), True),
+        (Document("01"), True),
+    ]
+
+
+def test_parts_beside_a_held_out_part_end() -> None:
+    parts = [Document(text, ends=False) for text in "abcdefg"]
+    found = list(split_held_out(iter(parts), 3))
+    assert [document.text for document, is_held_out in found if is_held_out] == ["c", "f"]
+    # The last one continues in the next piece.
+    assert "".join(document.text + "." * document.ends for document, _ in found) == "ab.c.de.f.g"
