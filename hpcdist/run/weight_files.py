@@ -6,12 +6,12 @@ a checkpoint.
 
     source.json                    the record `WeightOrigin`, written last
     weights.pt  weights.safetensors        a state dict; or
-    model.pt  shard-00002.pt               the files of a checkpoint with weights, and
-    tokenizer.json  tokenizer_config.json  of a language model its tokenizer; or
+    model.pt  shard-00002.pt               the files of a checkpoint with weights; or
     model.pt2                              a final model of `hpcdist`, a program of torch.export; or
     config.json  model.safetensors  …      a model in Hugging Face's format
+    tokenizer.json  tokenizer_config.json  beside the last three kinds: the tokenizer of a language model
 
-The files of the last kind are often many GB, so they are hard links if the source is on the same file system.
+The files in Hugging Face's format are often many GB, so they are hard links if the source is on the same file system.
 """
 
 import hashlib

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from hpcdist.config.schema import Config
@@ -133,6 +133,7 @@ class MlflowModel:
     source: str
     found: str  #: what the source was at the start: an alias can move
     location: str  #: of its files
+    run_id: str  #: of the run that has made it; empty if MLflow has none
 
     def copy_to(self, folder: Path) -> None:
         """See `WeightSource`. Downloads the model to a temporary folder beside `folder`."""
@@ -141,12 +142,35 @@ class MlflowModel:
         from hpcdist.tracking.mlflow_client import translated
 
         with tempfile.TemporaryDirectory(prefix=".model-", dir=folder.parent) as temporary:
+            model = Path(temporary) / "model"
+            model.mkdir()
             try:
                 with translated(self.uri):
-                    download_artifacts(artifact_uri=self.location, dst_path=temporary, tracking_uri=self.uri)
+                    download_artifacts(artifact_uri=self.location, dst_path=str(model), tracking_uri=self.uri)
+                tokenizer = self._download_tokenizer(Path(temporary))
             except TrackingError as error:
                 raise ConfigError(f"{KEY}={self.source}: {error}") from error
-            self._weights_in(Path(temporary)).copy_to(folder)
+            weights = self._weights_in(model)
+            replace(weights, files={**weights.files, **tokenizer}).copy_to(folder)
+
+    def _download_tokenizer(self, folder: Path) -> dict[str, Path]:
+        """Download the tokenizer of the model's run; return its files by name, none if the run has none or is gone."""
+        from hpcdist.tracking.mlflow_client import open_client, translated
+
+        files: dict[str, Path] = {}
+        if not self.run_id:
+            return files
+        client = open_client(self.uri)
+        try:
+            with translated(self.uri):
+                for entry in client.list_artifacts(self.run_id, TOKENIZER_FOLDER):
+                    name = PurePosixPath(entry.path).name
+                    if name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
+                        files[name] = Path(client.download_artifacts(self.run_id, entry.path, str(folder)))
+        except TrackingError as error:
+            if error.code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        return files
 
     def _weights_in(self, folder: Path) -> LocalWeights:
         manifest = next(iter(sorted(folder.rglob(MANIFEST_FILE))), None)
@@ -173,18 +197,23 @@ def _find_model(source: str, uri: str) -> MlflowModel:
     try:
         client = open_client(uri)
         with translated(uri):
-            found, location = _locate(client, source)
+            return _locate(client, source, uri)
     except TrackingError as error:
         raise ConfigError(f"{KEY}={source}: {error}") from error
-    return MlflowModel(uri=uri, source=source, found=found, location=location)
 
 
-def _locate(client: MlflowClient, source: str) -> tuple[str, str]:
-    """Return what a URI names now, and the location of its files."""
+def _locate(client: MlflowClient, source: str, uri: str) -> MlflowModel:
+    """Return the model that a URI names now."""
     logged = _LOGGED_MODEL.fullmatch(source)
     if logged is not None:
         model = client.get_logged_model(logged[1])
-        return f"model {logged[1]} of MLflow run {model.source_run_id}", str(model.artifact_location)
+        return MlflowModel(
+            uri=uri,
+            source=source,
+            found=f"model {logged[1]} of MLflow run {model.source_run_id}",
+            location=str(model.artifact_location),
+            run_id=model.source_run_id or "",
+        )
     alias = _ALIAS.fullmatch(source)
     if alias is not None:
         version = client.get_model_version_by_alias(alias[1], alias[2])
@@ -192,4 +221,10 @@ def _locate(client: MlflowClient, source: str) -> tuple[str, str]:
         name, _, number = source.removeprefix(_MODEL_URI).partition("/")
         version = client.get_model_version(name, number)
     location = client.get_model_version_download_uri(version.name, str(version.version))
-    return f"model {version.name}, version {version.version}, of MLflow run {version.run_id}", str(location)
+    return MlflowModel(
+        uri=uri,
+        source=source,
+        found=f"model {version.name}, version {version.version}, of MLflow run {version.run_id}",
+        location=str(location),
+        run_id=version.run_id or "",
+    )

@@ -21,7 +21,7 @@ from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
 from hpcdist.run.weight_files import SharedWeights, WeightOrigin, WeightSource, read_origin_of_weights
 from hpcdist.tracking.run_tags import fixed_tags, read_config
-from hpcdist.tracking.weight_source import find_weights
+from hpcdist.tracking.weight_source import MlflowModel, find_weights
 
 
 def find(root: Path, source: str, uri: str = "") -> WeightSource:
@@ -184,6 +184,29 @@ def test_registered_model_is_copied_once_and_named_by_version(scene: Scene, tmp_
     copy = tmp_path / "runs" / "exp" / "second" / "init_from"
     assert torch.equal(read_weights(copy)["weight"], model.weight)
     assert sorted(path.name for path in copy.parent.iterdir()) == ["init_from"]
+
+
+def test_registered_model_brings_the_tokenizer_of_its_run(scene: Scene, tmp_path: Path) -> None:
+    register(scene, add_checkpoint(scene.run, 4, 0.5))
+    for name in ("tokenizer.json", "tokenizer_config.json", "other.json"):
+        scene.client.log_text(scene.run_id, name, f"tokenizer/{name}")
+    origin_of(find(tmp_path, "models:/digits@best", scene.uri), tmp_path)
+    copy = tmp_path / "runs" / "exp" / "second" / "init_from"
+    assert sorted(path.name for path in copy.iterdir()) == [
+        *("model.pt", "source.json", "tokenizer.json", "tokenizer_config.json"),
+    ]
+    assert (copy / "tokenizer.json").read_text() == "tokenizer.json"
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["init_from"]
+
+
+@pytest.mark.parametrize("run_id", ["", "0" * 32])
+def test_model_without_a_run_brings_no_tokenizer(scene: Scene, tmp_path: Path, run_id: str) -> None:
+    register(scene, add_checkpoint(scene.run, 4, 0.5))
+    found = find(tmp_path, "models:/digits@best", scene.uri)
+    assert isinstance(found, MlflowModel)
+    origin_of(replace(found, run_id=run_id), tmp_path)
+    copy = tmp_path / "runs" / "exp" / "second" / "init_from"
+    assert sorted(path.name for path in copy.iterdir()) == ["model.pt", "source.json"]
 
 
 def test_registered_checkpoint_is_copied(scene: Scene, tmp_path: Path) -> None:
