@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,6 +29,7 @@ from hpcdist.host.gpu_info import gpus
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
+from hpcdist.run.stack_frames import Frame, location_of
 from hpcdist.supervisor.protocols import Ranks
 
 log = logging.getLogger(__name__)
@@ -116,60 +116,12 @@ def state_of(pid: int) -> str:
     return ""
 
 
-# Stacks that Python's faulthandler prints, https://docs.python.org/3/library/faulthandler.html, and their locations.
+# Stacks that Python's faulthandler prints, https://docs.python.org/3/library/faulthandler.html
 
 _FAULT_THREAD = r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):\n(?:  .*\n|\.\.\.\n)*"
 #: A blank line separates two threads, but not two dumps.
 _FAULT_DUMP = re.compile(rf"^{_FAULT_THREAD}(?:\n{_FAULT_THREAD})*", re.MULTILINE)
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-_STDLIB = re.compile(r"^<|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)")
-#: Library code: Python's standard library, installed packages, and hpcdist's code around a trainer.
-_LIBRARY = re.compile(rf"{_STDLIB.pattern}|^.*/(?:site|dist)-packages/|/hpcdist/(?:rank|checkpoint|tracking)/.*\.py$")
-_ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
-
-
-class Frame(NamedTuple):
-    function: str
-    file: str
-    line: int
-
-    def text(self) -> str:
-        """Return such as `all_reduce (torch/distributed/distributed_c10d.py:4181)` or `train (counting.py:29)`."""
-        name = _ROOT.sub("", self.file)
-        if name == self.file:
-            # Not below a folder of packages: user code.
-            name = self.file.rpartition("/")[2]
-        return f"{self.function} ({name}:{self.line})"
-
-
-def location_of(frames: Sequence[Frame]) -> str:
-    """Return the location of a stack: the innermost call, and the user code that it was called by.
-
-    For example `wait (threading.py:629), called by train (counting.py:29)`; empty without frames.
-
-    User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
-    package, it is the function that hpcdist's worker called, or else the worker's own line.
-
-    Args:
-        frames: innermost first.
-    """
-    if not frames:
-        return ""
-    innermost = frames[0]
-    user_frame = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
-    if user_frame is None:
-        user_frame = _called_by_worker(frames)
-    if user_frame == innermost:
-        return innermost.text()
-    return f"{innermost.text()}, called by {user_frame.text()}"
-
-
-def _called_by_worker(frames: Sequence[Frame]) -> Frame:
-    """Return the frame that stands for user code in a stack of library frames only; see `location_of`."""
-    for inner, outer in pairwise(frames):
-        if outer.file.endswith("/hpcdist/rank/worker.py"):
-            return outer if _STDLIB.search(inner.file) else inner
-    return frames[0]
 
 
 def parse_faulthandler(text: str) -> tuple[list[Frame], str]:

@@ -15,6 +15,7 @@ from forked_scene import SOON_S, hung_ranks
 
 from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import Attempt
+from hpcdist.run.stack_frames import Frame, location_of
 from hpcdist.supervisor import hang
 
 
@@ -153,15 +154,15 @@ def test_details_of_at_most_max_ranks_are_kept_suspects_first(
 
 
 WAITS = (
-    hang.Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41),
-    hang.Frame("train", "/me/ddp.py", 190),
+    Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41),
+    Frame("train", "/me/ddp.py", 190),
 )
-LOADS = (hang.Frame("read", "/v/lib/python3.11/queue.py", 7), hang.Frame("load", "/me/loading.py", 44))
-OTHER = (hang.Frame("sleep", "/me/net.py", 3),)
+LOADS = (Frame("read", "/v/lib/python3.11/queue.py", 7), Frame("load", "/me/loading.py", 44))
+OTHER = (Frame("sleep", "/me/net.py", 3),)
 
 
 def snapshot(
-    rank: int, frames: tuple[hang.Frame, ...] = WAITS, *, state: str = "sleeping", calls: Sequence[hang.Calls] = ()
+    rank: int, frames: tuple[Frame, ...] = WAITS, *, state: str = "sleeping", calls: Sequence[hang.Calls] = ()
 ) -> hang.RankSnapshot:
     place: dict[str, Any] = {"rank": rank, "host": f"n{rank // 4}", "pid": 100 + rank}
     stack: dict[str, Any] = {"frames": frames, "text": "stack\n" if frames else ""}
@@ -192,7 +193,7 @@ def test_single_rank_at_another_location_is_the_suspect() -> None:
 @pytest.mark.parametrize(
     ("others", "suspects"), [({2: LOADS}, (2,)), ({2: LOADS, 3: OTHER}, ()), ({6: LOADS, 7: OTHER}, (6, 7))]
 )
-def test_small_minority_is_suspected(others: dict[int, tuple[hang.Frame, ...]], suspects: tuple[int, ...]) -> None:
+def test_small_minority_is_suspected(others: dict[int, tuple[Frame, ...]], suspects: tuple[int, ...]) -> None:
     snapshots = [snapshot(rank, others.get(rank, WAITS)) for rank in range(max(others) + 1)]
     summary = hang.summarize(snapshots, {})
     assert summary.suspects == suspects
@@ -246,30 +247,7 @@ TEXT = "wait (threading.py:327), called by train (counting.py:28)"
 )
 def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
     frames, text = hang.parse_faulthandler(log)
-    assert (hang.location_of(frames), text) == (TEXT, DUMPED), "all threads, without other lines of the log"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        (["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stopping.py", "/home/me/net.py"],
-         "f0 (torch/a.py:0), called by f2 (net.py:2)"),
-        # A shipped trainer of an installed hpcdist: the function that the worker has called.
-        (
-            [
-                "/v/lib/python3.12/site-packages/torch/a.py",
-                "/v/lib/python3.12/site-packages/hpcdist/trainers/ddp/train.py",
-                "/v/lib/python3.12/site-packages/hpcdist/rank/worker.py",
-            ],
-            "f0 (torch/a.py:0), called by f1 (hpcdist/trainers/ddp/train.py:1)",
-        ),
-        # The worker has not called the trainer yet.
-        (["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
-         "f0 (dataclasses.py:0), called by f2 (worker.py:2)"),
-    ],
-)  # fmt: skip
-def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
-    assert hang.location_of([hang.Frame(f"f{line}", file, line) for line, file in enumerate(files)]) == expected
+    assert (location_of(frames), text) == (TEXT, DUMPED), "all threads, without other lines of the log"
 
 
 # --- Records of flight recorders: pending collectives, missing calls and mismatched calls.
