@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -26,7 +26,7 @@ REQUIRE = "HPCDIST_REQUIRE_SLURM"
 """If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
 
 TURN = Path("/run/hpcdist-tests.lock")
-"""Locked by the test session that uses the dev cluster, until it ends."""
+"""Locked by the test session that uses the dev cluster, until it ends; names the cluster that a session has started."""
 
 OWNER = "root"
 """Owner of the dev cluster of the tests, which call `cluster.up` without SUDO_USER."""
@@ -120,7 +120,7 @@ class DevCluster:
 
     def restart(self) -> None:
         """Start the cluster again after `cluster.down`."""
-        cluster.up(self.layout, asdict(self.settings), env={})
+        start_cluster(self.layout, asdict(self.settings))
 
     def restore_nodes(self) -> None:
         """Cancel all jobs, start the nodes that are down, and wait until all nodes are idle."""
@@ -138,9 +138,27 @@ def take_turn() -> IO[str]:
 
     Returns the locked file; the lock ends with this process.
     """
-    file = TURN.open("w")
+    file = TURN.open("a")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
+
+
+def start_cluster(layout: Layout, changes: Mapping[str, Any]) -> Settings:
+    """Start a dev cluster and note in TURN that it belongs to a test session."""
+    settings = cluster.up(layout, changes, env={})
+    TURN.write_text(identity(layout))
+    return settings
+
+
+def identity(layout: Layout) -> str:
+    """Return what distinguishes a dev cluster from an earlier or later one at the same place."""
+    found = layout.settings_file.stat()
+    return f"{found.st_ino} {found.st_mtime_ns}"
+
+
+def is_left_over(layout: Layout) -> bool:
+    """Return whether a test session has started the dev cluster; since it is this one's turn, it was killed."""
+    return TURN.exists() and TURN.read_text() == identity(layout)
 
 
 @contextmanager
@@ -166,7 +184,7 @@ def missing_requirement(layout: Layout) -> str | None:
         host.require_namespaces()
     except DevClusterError as error:
         return str(error)
-    if cluster_status.status(layout).is_up:
+    if cluster_status.status(layout).is_up and not is_left_over(layout):
         return "a dev cluster is running and may be in use: run `hpcdist devcluster down` first"
     return None
 
@@ -183,6 +201,6 @@ def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
     before = host.HOSTS.read_text()
     try:
         changes = {"num_nodes": num_nodes, "proctrack": os.environ.get(PROCTRACK, "linuxproc")}
-        yield DevCluster(layout, cluster.up(layout, changes, env={}), before)
+        yield DevCluster(layout, start_cluster(layout, changes), before)
     finally:
         cluster.down(layout)

@@ -2,11 +2,13 @@
 
 import fcntl
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,8 @@ import pytest
 import slurm_cluster
 from containers import CHECKOUT
 from hpcdist_runs import wait_for
+
+from hpcdist.devcluster.settings import Layout, Settings
 
 MAX_NAME_LENGTH = 60
 
@@ -142,6 +146,27 @@ def test_one_test_session_uses_the_dev_cluster_at_a_time(tmp_path: Path, monkeyp
     )  # this session may have taken it
     with slurm_cluster.take_turn(), (tmp_path / "lock").open("w") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_cluster_of_a_killed_session_is_not_that_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_cluster, "TURN", tmp_path / "lock")
+    layout = Layout(first=tmp_path / "state")
+    layout.state.mkdir()
+
+    starts = count(1)
+
+    def up(*_: object, **__: object) -> Settings:
+        layout.settings_file.touch()
+        os.utime(layout.settings_file, times=(0, next(starts)))
+        return Settings()
+
+    up()
+    assert not slurm_cluster.is_left_over(layout)
+    monkeypatch.setattr("hpcdist.devcluster.cluster.up", up)
+    slurm_cluster.start_cluster(layout, {})
+    assert slurm_cluster.is_left_over(layout)
+    up()
+    assert not slurm_cluster.is_left_over(layout), "a user has replaced it"
 
 
 def test_names_of_tests_have_at_most_60_characters() -> None:
