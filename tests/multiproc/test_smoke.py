@@ -8,7 +8,6 @@ from hpcdist import trainers
 
 #: The shipped config of each trainer, and overrides for two ranks and few steps; `hpcdist bench comm` starts `comm`.
 SMALL = {
-    "ddp": ("ddp_digits", ["stop.max_epochs=1"]),
     "lm": ("lm_small", ["lm.corpus.tokenizer=byte", "lm.num_eval_windows=4", "stop.max_steps=2"]),
     "rl": ("rl_cartpole", ["roles={agent: 1, observer: 1}", "stop.max_epochs=2"]),
     "rnn": ("rnn_lm", ["rnn.max_corpus_mb=0.05", "stop.max_epochs=1"]),
@@ -18,7 +17,7 @@ SMALL = {
 
 
 def test_smoke_covers_all_shipped_trainers() -> None:
-    assert {*SMALL, "comm"} == set(trainers.NAMES)
+    assert {*SMALL, "ddp", "comm"} == set(trainers.NAMES)
 
 
 @pytest.mark.smoke
@@ -30,6 +29,11 @@ def test_trainer_finishes_with_two_ranks(runs: Runs, trainer: str) -> None:
     code, output = runs.command("run", config, *runs.config(name, *overrides)[1:])
     assert code == 0, output
     assert_is_complete(runs, name, trainer)
+
+
+@pytest.mark.smoke
+def test_ddp_finishes_with_two_ranks(runs: Runs, control_run: str) -> None:
+    assert_is_complete(runs, control_run, "ddp")
 
 
 @pytest.mark.smoke
