@@ -85,14 +85,22 @@ HOLD_OVERRIDES = ["trainer=gated:train", f"params.hold_at={HOLD_STEP}"]
 
 T = TypeVar("T")
 
+#: Shortest and longest pause between two looks at a condition. In between, a pause takes PAUSE_RATIO times as long as
+#: the look: programs of Slurm and searches through all processes would take a good part of a core from the ranks.
+POLL_S, MAX_POLL_S, PAUSE_RATIO = 0.02, 0.5, 5
+
 
 def wait_for(condition: Callable[[], T], description: str, *, timeout_s: float = 600.0) -> T:
     """Return the value of the condition as soon as it is true; raise AssertionError after `timeout_s`."""
     end = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited {timeout_s:g} s for {description}"
-        time.sleep(0.02)
-    return value
+    while True:
+        began = time.monotonic()
+        value = condition()
+        if value:
+            return value
+        looked_s = time.monotonic() - began
+        assert began + looked_s < end, f"waited {timeout_s:g} s for {description}"
+        time.sleep(min(MAX_POLL_S, max(POLL_S, PAUSE_RATIO * looked_s)))
 
 
 def unused_port() -> int:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import pytest
+from hpcdist_runs import wait_for
 
 from hpcdist.devcluster import cluster, cluster_processes, cluster_status, host, node_faults
 from hpcdist.devcluster.settings import STATE, Layout, Settings
@@ -74,10 +74,10 @@ class DevCluster:
 
     def wait_until(self, condition: Callable[[], object], description: str, timeout_s: float = WAIT_S) -> None:
         """Wait until a condition is true; a timeout fails with the description and the queue."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"timeout after {timeout_s:g} s: {description}\n{self.run('squeue')}"
-            time.sleep(0.1)
+        try:
+            wait_for(condition, description, timeout_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.run('squeue')}") from error
 
     def wait_job_state(self, job_id: str, *states: str) -> None:
         """Wait until a job is in one of the states."""
