@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -102,7 +101,11 @@ def _read_sweep_status(sweep: "SweepDir") -> dict[str, object]:
     for cell, run in zip(facts.cells, sweep.cells(), strict=True):
         if os.path.lexists(run.config):
             cells.append({"label": cell.label} | read_status(run))
-    settings = [asdict(setting) | {"text": setting.text} for setting in facts.settings]
+    settings = []
+    for row in facts.settings:
+        name = row.best.name
+        values = row.measured.values
+        settings.append({"label": name, "values": values, "num_cells": facts.num_cells(name), "text": row.value_text})
     return {"sweep": sweep.name, "metric": facts.monitor, "settings": settings, "cells": cells}
 
 

@@ -84,12 +84,12 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     if facts.monitor:
         head.append(value_title)
     print_table(console(), [*head, "reason"], rows, title=sweep.name, num_whole=1)
-    if any(setting.values for setting in facts.settings):
+    if facts.settings:
         columns = ("setting", value_title, "against the best", "cells")
         print_table(console(), columns, facts.setting_rows, title="mean ± s.d. (n seeds)")
     if facts.best is not None and facts.beside_next:
         kind = "setting" if facts.settings else "cell"
-        say(f"best {kind}: {facts.best.label}, {facts.beside_next}")
+        say(f"best {kind}: {facts.best.best.name}, {facts.beside_next}")
     counts = sorted(Counter(statuses).items())
     say(f"sweep {sweep.name}: {', '.join(f'{number} {status}' for status, number in counts)}")
     return statuses

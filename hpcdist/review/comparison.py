@@ -144,13 +144,12 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
     """
     verdicts = facts.against_best
     values = []
-    for setting in facts.settings:
-        if setting.mean is None:
-            continue
+    for row in facts.settings:
+        name = row.best.name
         metric = f"mean {facts.monitor}"
-        value = ComparedValue(run=setting.label, metric=metric, value=setting.mean, text=setting.text)
-        if setting.label in verdicts:
-            value = _judged(value, verdicts[setting.label])
+        value = ComparedValue(run=name, metric=metric, value=row.measured.mean, text=row.value_text)
+        if name in verdicts:
+            value = _judged(value, verdicts[name])
         values.append(value)
     return values
 

@@ -227,11 +227,11 @@ class Ranking:
 
     @property
     def beside_next(self) -> str:
-        """`within noise of the next one (B)`: the best row against the next one; empty without it."""
+        """`within noise of B`: the best row against the next one; empty without it."""
         if len(self.rows) <= 1:
             return ""
         best, second = self.rows[:2]
-        return judge(self.measure(second), self.measure(best)).beside(f"the next one ({second.short_name})")
+        return judge(self.measure(second), self.measure(best)).beside(second.short_name)
 
     def placed(self, limit: int | None = None) -> list[Placed]:
         """Return the first `limit` rows, by default all, with their places and verdicts."""

@@ -53,10 +53,8 @@ def sweep_charts(
         series: of each cell by its name, the logged points by metric.
         spent: the ledger of each cell by its name.
     """
-    settings = facts.ranked_settings
-    if not facts.monitor or not settings:
-        return []
-    colours = {setting.label: colour_of(index) for index, setting in enumerate(settings[:MAX_SETTINGS])}
+    rows = facts.ranking.rows[:MAX_SETTINGS]
+    colours = {row.best.name: colour_of(index) for index, row in enumerate(rows)}
     charts = []
     figure = curves(facts, series, colours)
     if figure:
@@ -91,7 +89,7 @@ def curves(facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], labels
         return Markup()
     lines = {label: [(at.step, at.mean) for at in steps] for label, steps in by_setting.items()}
     areas = {label: _around(steps) for label, steps in by_setting.items() if any(at.deviation for at in steps)}
-    num_others = len(facts.ranked_settings) - sum(map(bool, lines.values()))
+    num_others = len(facts.ranking.rows) - sum(map(bool, lines.values()))
     note = f"{num_others} more are not drawn" if num_others else ""
     return line_chart(lines, x_label="step", y_label=facts.monitor, areas=areas, note=note)
 
@@ -196,11 +194,12 @@ def cost_chart(facts: SweepFacts, spent: Mapping[str, Ledger], colours: Mapping[
     """Return the metric of each setting against the hours of one of its cells, on average."""
     points: dict[str, Point] = {}
     unit = ""
-    for setting in facts.ranked_settings:
-        ledgers = [spent[cell.name] for cell in _cells_of(facts, setting.label) if cell.name in spent]
+    for row in facts.ranking.rows:
+        name = row.best.name
+        ledgers = [spent[cell.name] for cell in _cells_of(facts, name) if cell.name in spent]
         allocated = [ledger.allocated_s for ledger in ledgers if ledger.allocated_s]
-        if allocated and setting.mean is not None:
-            points[setting.label] = (statistics.fmean(allocated) / 3600, setting.mean)
+        if allocated:
+            points[name] = (statistics.fmean(allocated) / 3600, row.measured.mean)
             unit = ledgers[0].unit
     if len(points) <= 1:
         return Markup()

@@ -1,11 +1,10 @@
 """The cells and settings of a sweep, the best of them, and the description of a sweep in Markdown for MLflow's UI."""
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,10 +23,12 @@ from hpcdist.review.facts import (
 )
 from hpcdist.review.ledger import Ledger
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
-from hpcdist.review.uncertainty import LARGEST_VALUE, mean_text
-from hpcdist.review.verdict import OTHER_DATA, Measured, Verdict, judge
+from hpcdist.review.ranking import Measure, Ranking, Result, Row, make_rows, measure_in
+from hpcdist.review.uncertainty import LARGEST_VALUE
+from hpcdist.review.verdict import Measured, Verdict
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
+from hpcdist.run.training_record import DatasetRecord
 
 #: Rows of cells that are tried until a description fits.
 _KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
@@ -47,27 +48,6 @@ class CellFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingFacts:
-    """The cells of a sweep that differ by their seed only."""
-
-    label: str
-    values: tuple[float, ...]  #: of the metric, one for each cell that has it
-    num_cells: int
-
-    @property
-    def mean(self) -> float | None:
-        """The mean of the values; None without any."""
-        if not self.values:
-            return None
-        return statistics.fmean(self.values)
-
-    @property
-    def text(self) -> str:
-        """The mean with the standard deviation, see `mean_text`."""
-        return mean_text(self.values)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SweepFacts:
     """A sweep and its cells in the order of `sweep.json`."""
 
@@ -79,95 +59,103 @@ class SweepFacts:
     is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
     folder: Path | None = None  #: of the experiment, with the folders of the cells
 
-    @property
-    def by_setting(self) -> dict[str, SettingFacts]:
-        """The settings by label; without seeds, each cell is a setting."""
-        metrics: dict[str, list[float | None]] = {}
+    @cached_property
+    def ranking(self) -> Ranking:
+        """The settings that have a value, without seeds the cells: the best one first if that is known."""
+        results = []
         for cell in self.cells:
-            metrics.setdefault(setting_of(cell.values), []).append(cell.metric)
-        settings = {}
-        for label, values in metrics.items():
-            usable = tuple(filter(_is_usable, values))
-            settings[label] = SettingFacts(label=label, values=usable, num_cells=len(values))
-        return settings
+            if not _is_usable(cell.metric):
+                continue
+            label = setting_of(cell.values)
+            result = Result(
+                metric=self.monitor,
+                mode=self.monitor_mode,
+                value=cell.metric,
+                step=cell.step or 0,
+                status=cell.status,
+                name=label,
+                setting=label if self.has_seeds else "",
+                folder=cell.name,
+                data="",
+                num_samples=None,
+                ended=0.0,
+                allocated_s=0.0,
+                unit="",
+            )
+            results.append(result)
+        return Ranking(rows=make_rows(results), measure=self._measure)
 
-    @property
-    def ranked_settings(self) -> tuple[SettingFacts, ...]:
-        """The settings, without seeds the cells: the best one first if that is known, those without a value last."""
-        return tuple(sorted(self.by_setting.values(), key=lambda setting: self._rank(setting.mean)))
+    def _measure(self, row: Row) -> Measured:
+        """Return the values of a row; those of a cell with its per-sample results."""
+        measured = self._read(row)
+        if measured.data is None and not _DATA_KEYS.isdisjoint(self.keys):  # each setting has data of its own
+            return replace(measured, data=DatasetRecord(name=row.best.name))
+        return measured
 
-    @property
-    def settings(self) -> tuple[SettingFacts, ...]:
-        """`ranked_settings` of a sweep over seeds; empty without seeds."""
-        if REPETITION not in self.keys:
-            return ()
-        return self.ranked_settings
+    @cached_property
+    def _read(self) -> Measure:
+        return measure_in(self._folder_of)
 
-    @property
-    def ranked_cells(self) -> list[CellFacts]:
-        """The cells from the best to the worst if that is known, those without a value last."""
-        return sorted(self.cells, key=lambda cell: self._rank(cell.metric))
-
-    def _rank(self, value: float | None) -> tuple[bool, float]:
-        """Return the key by which to sort values: better ones first, missing ones last."""
-        return value is None, self.sign * (value or 0.0)
-
-    @property
-    def best(self) -> SettingFacts | None:
-        """The best setting, without seeds the best cell; None if it is unknown."""
-        known = [setting for setting in self.by_setting.values() if setting.values]
-        if not known or not self.sign:
+    def _folder_of(self, result: Result) -> RunDir | None:
+        if self.folder is None or not self.is_best:
             return None
-        return min(known, key=lambda setting: self._rank(setting.mean))
+        return RunDir(self.folder / result.folder)
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether cells differ by their seed, so that settings are compared instead of cells."""
+        return REPETITION in self.keys
+
+    @property
+    def settings(self) -> Sequence[Row]:
+        """The rows of `ranking` of a sweep over seeds; empty without seeds."""
+        if not self.has_seeds:
+            return ()
+        return self.ranking.rows
+
+    @property
+    def best(self) -> Row | None:
+        """The best setting, without seeds the best cell; None if it is unknown."""
+        if not self.monitor_mode or not self.ranking.rows:
+            return None
+        return self.ranking.rows[0]
 
     @property
     def against_best(self) -> dict[str, Verdict]:
         """The verdicts on the other settings, without seeds the cells, against the best one; empty if it is unknown."""
-        best = self.best
-        if best is None:
+        if self.best is None:
             return {}
-        others = [setting for setting in self.by_setting.values() if setting.values and setting != best]
-        measured = self._measured(best)
-        return {setting.label: self._judge(measured, self._measured(setting)) for setting in others}
-
-    @property
-    def setting_rows(self) -> list[tuple[str, str, str, str]]:
-        """A row for each of `settings`: label, mean with deviation, verdict against the best one, number of cells."""
-        verdicts = {label: verdict.text for label, verdict in self.against_best.items()}
-        if self.best is not None and verdicts:
-            verdicts[self.best.label] = "the best"
-        rows = []
-        for setting in self.settings:
-            rows.append((setting.label, setting.text, verdicts.get(setting.label, ""), str(setting.num_cells)))
-        return rows
-
-    def _judge(self, first: Measured, second: Measured) -> Verdict:
-        if not _DATA_KEYS.isdisjoint(self.keys):
-            return Verdict(delta=second.mean - first.mean, word=OTHER_DATA)
-        return judge(first, second)
-
-    def _measured(self, setting: SettingFacts) -> Measured:
-        """Return the values of a setting; of a cell of a sweep without seeds with its per-sample results."""
-        if REPETITION not in self.keys and self.is_best and self.folder is not None:
-            cell = next(cell for cell in self.cells if setting_of(cell.values) == setting.label)
-            facts = readable(partial(read_facts, RunDir(self.folder / cell.name)))
-            if facts is not None and facts.best is not None:
-                return facts.measured()
-        return Measured(values=setting.values, mode=self.monitor_mode)
+        verdicts = {placed.row.best.name: placed.verdict for placed in self.ranking.placed()}
+        return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
     @property
     def beside_next(self) -> str:
         """`within noise of lr=0.2`: the best setting or cell against the next one; empty if there is none."""
-        known = [setting for setting in self.by_setting.values() if setting.values]
-        if not self.sign or len(known) <= 1:
+        if self.best is None:
             return ""
-        best, following = sorted(known, key=lambda setting: self._rank(setting.mean))[:2]
-        return self._judge(self._measured(following), self._measured(best)).beside(following.label)
+        return self.ranking.beside_next
 
     @property
-    def sign(self) -> float:
-        """The factor by which lower values are better; 0 if that is unknown."""
-        return {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
+    def setting_rows(self) -> list[tuple[str, str, str, str]]:
+        """A row for each of `settings`: label, mean with deviation, verdict against the best one, number of cells."""
+        verdicts = {name: verdict.text for name, verdict in self.against_best.items()}
+        if self.best is not None and verdicts:
+            verdicts[self.best.best.name] = "the best"
+        rows = []
+        for row in self.settings:
+            name = row.best.name
+            rows.append((name, row.value_text, verdicts.get(name, ""), str(self.num_cells(name))))
+        return rows
+
+    def num_cells(self, setting: str) -> int:
+        """Return the number of cells of a setting, also of those without a value."""
+        return sum(setting_of(cell.values) == setting for cell in self.cells)
+
+    @property
+    def ranked_cells(self) -> list[CellFacts]:
+        """The cells from the best to the worst if that is known, those without a value last."""
+        sign = {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
+        return sorted(self.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
 
 
 def _is_usable(value: float | None) -> TypeGuard[float]:
@@ -290,9 +278,8 @@ def describe_sweep(
 
 def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as_of: str) -> Iterator[str]:
     yield status_line(facts.state)
-    settings = facts.settings if facts.monitor else ()
     if facts.best is not None:
-        yield _best_line(facts, facts.best, has_settings=bool(settings))
+        yield _best_line(facts, facts.best)
     parts = []
     if cost:
         parts.append(f"Cost: {with_code(cost, 300)}")
@@ -301,22 +288,18 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as
     if parts:
         yield " · ".join(parts)
     yield as_of
-    if settings and settings[0].values:
+    if facts.settings:
         columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Against the best", "Cells")
         yield table(columns, facts.setting_rows[:num_kept])
     yield _cell_table(facts, num_kept)
 
 
-def _best_line(facts: SweepFacts, best: SettingFacts, *, has_settings: bool) -> str:
-    kind = "setting"
-    text = best.text
-    if not has_settings:
-        kind = "cell"
-        text = text.removesuffix(" (n=1)")
-    page = next((cell.page for cell in facts.ranked_cells if cell.label == best.label), "")
+def _best_line(facts: SweepFacts, best: Row) -> str:
+    kind = "setting" if facts.has_seeds else "cell"
+    page = next((cell.page for cell in facts.cells if cell.label == best.best.name), "")
     direction = "lowest" if facts.monitor_mode == "min" else "highest"
-    title = link(escaped(best.label, 100), page)
-    line = f"Best {kind}: {title} with **{escaped(facts.monitor)} = {text}** ({direction} is best)"
+    title = link(escaped(best.best.name, 100), page)
+    line = f"Best {kind}: {title} with **{escaped(facts.monitor)} = {best.value_text}** ({direction} is best)"
     beside_next = facts.beside_next
     if beside_next:
         line += f", {escaped(beside_next)}"

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Self
 
 from hpcdist.host.files import write_atomic
@@ -98,11 +97,11 @@ class ParentRun:
             text = describe_sweep(facts, ledger, setup, cost=cost, report=report, max_chars=MAX_DESCRIPTION)
             set_note(opened, text)
             if facts.is_best and facts.best is not None:
-                best = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}"
+                best = f"{facts.best.value_text}: {facts.best.best.name}"
                 if facts.beside_next:
                     best += f", {facts.beside_next}"
                 tags["hpcdist.best"] = best
-                mean = fmean(facts.best.values)
+                mean = facts.best.measured.mean
                 num_values = sum(cell.metric is not None for cell in facts.cells)
                 opened.log_points([Point(best_metric(facts.monitor), mean, int(time.time() * 1000), num_values)])
             opened.set_tags(tags)

@@ -344,26 +344,30 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
         ("lr=0.3", "0.5 (n=1)", "-0.45", "", "too few seeds"),
     ]
     unknown = compare_settings(replace(facts, monitor_mode=""))
-    assert [(one.run, one.verdict) for one in unknown] == [("lr=0.1", ""), ("lr=0.2", ""), ("lr=0.3", "")]
+    assert [(one.run, one.verdict) for one in unknown] == [("lr=0.2", ""), ("lr=0.1", ""), ("lr=0.3", "")]
     on_other_data = compare_settings(replace(facts, keys=("seed", "data.name")))
     assert [one.verdict for one in on_other_data] == ["", *2 * ["not comparable (other data)"]]
     diverged = replace(facts, cells=(*cells, *(replace(cells[0], metric=one) for one in (math.nan, math.inf, 1e300))))
-    assert [(one.text, one.num_cells) for one in diverged.settings[:2]] == [
-        ("0.95 ± 0.01 s.d. (n=3)", 3),
-        ("0.94 ± 0.05 s.d. (n=3)", 6),
+    assert diverged.setting_rows[:2] == [
+        ("lr=0.2", "0.95 ± 0.01 s.d. (n=3)", "the best", "3"),
+        ("lr=0.1", "0.94 ± 0.05 s.d. (n=3)", "within noise (-0.01)", "6"),
     ]
-    worst = replace(facts, monitor_mode="min").settings
-    assert [one.label for one in worst] == ["lr=0.3", "lr=0.1", "lr=0.2"]
+    worst = replace(facts, monitor_mode="min").setting_rows
+    assert [name for name, *_ in worst] == ["lr=0.3", "lr=0.1", "lr=0.2"]
     alone = replace(facts, keys=("seed",), cells=tuple(replace(cell, values={"seed": 1}) for cell in cells[:3]))
-    assert [(one.label, one.text) for one in alone.settings] == [("all seeds", "0.94 ± 0.05 s.d. (n=3)")]
+    assert alone.setting_rows == [("all seeds", "0.94 ± 0.05 s.d. (n=3)", "", "3")]
     assert replace(facts, keys=("optim.lr",)).settings == ()
 
 
 def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     cells = [
-        CellFacts(values={"optim.lr": 0.1}, label="lr=0.1", status="failed"),
-        CellFacts(values={"optim.lr": 0.2}, label="lr=0.2", status="finished", metric=0.5, step=10, page="#/a"),
-        CellFacts(values={"optim.lr": 0.3}, label="lr=0.3", status="finished", metric=0.75, step=20, page="#/b"),
+        CellFacts(name="a", values={"optim.lr": 0.1}, label="lr=0.1", status="failed"),
+        CellFacts(
+            name="b", values={"optim.lr": 0.2}, label="lr=0.2", status="finished", metric=0.5, step=10, page="#/a"
+        ),
+        CellFacts(
+            name="c", values={"optim.lr": 0.3}, label="lr=0.3", status="finished", metric=0.75, step=20, page="#/b"
+        ),
     ]
     state = State(status="running", reason="3 cells: 1 failed, 1 finished, 1 running")
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))

@@ -62,7 +62,7 @@ def test_results_of_the_same_samples_are_paired(scene: Scene, end: End) -> None:
     for time, ones in ((1, 950), (2, 960), (3, 960)):
         end(f"r{time}", ones / 1000, time, ones=ones)
     note = note_of_experiment(scene)
-    assert ", within noise of the next one (r3) · 3 results" in note
+    assert ", within noise of r3 · 3 results" in note
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
     assert re.findall(r"\| (the best|within noise|worse)", note) == ["the best", "within noise", "worse"]
 
@@ -131,7 +131,7 @@ def test_table_has_the_best_rows_below_text_of_the_user(
     text = note_of_experiment(scene)
     best = "**Best eval/accuracy: 0.970 ± 0.005, [&lt;b&gt;](#"
     assert text.startswith(f"ours: see the wiki\n\n{MARK}\n\n{best}")
-    assert ")**, too few seeds to tell from the next one (first*) · 2 results\n" in text
+    assert ")**, too few seeds to tell from first* · 2 results\n" in text
     assert text.index("[&lt;b&gt;]") < text.index("[first*]")
     assert "\n\n`hpcdist runs --experiment exp --sort best` lists all results, `hpcdist compare A B` " in text
     end("worse", 0.9, 30.0)
