@@ -324,6 +324,5 @@ def primary_chart(facts: RunFacts, series: Mapping[str, Series]) -> Chart | None
         return None
     dot = None
     if facts.best is not None:
-        text = f"best checkpoint: {facts.best_text(number(facts.best_value))} at step {facts.best.step:,}"
-        dot = (facts.best.step, facts.best_value), text
+        dot = (facts.best.step, facts.best_value), f"best checkpoint: {facts.best_at_step}"
     return _chart(facts.monitor, [facts.monitor], series, facts, dot=dot)

@@ -112,8 +112,7 @@ def _compare_best(facts: Mapping[str, RunFacts]) -> Iterator[ComparedValue]:
     for label, run in facts.items():
         if run.best is None or run.monitor != first.monitor:
             continue
-        text = run.best_text(number(run.best_value))
-        value = ComparedValue(run=label, metric=f"best {run.monitor}", value=run.best_value, text=text)
+        value = ComparedValue(run=label, metric=f"best {run.monitor}", value=run.best_value, text=run.best_text)
         if run is not first and first.best is not None:
             value = _judged(value, judge(first.measured(), run.measured()))
         yield value
@@ -193,7 +192,7 @@ def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dic
         "data": data,
         "environment": environment,
         "outcome": _outcome(run, facts),
-        "metrics": _metrics(facts, series),
+        "metrics": _metrics(series),
     }
 
 
@@ -210,8 +209,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     if ledger.running_s:
         rows["running"] = duration(ledger.running_s)
     if facts.best is not None:
-        value = facts.best_text(number(facts.best_value))
-        rows[f"best {facts.monitor}"] = f"{value} at step {facts.best.step}"
+        rows[f"best {facts.monitor}"] = facts.best_at_step
     if ledger.allocated_s:
         rows[f"{ledger.unit}-hours"] = hours_text(ledger.allocated_s)
         rows["goodput"] = ledger.goodput_text
@@ -221,17 +219,12 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     return rows
 
 
-def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
+def _metrics(series: Mapping[str, Series]) -> dict[str, str]:
+    """Return the last values; the best one of the primary metric is in the table of results."""
     rows = {}
     for key, points in sorted(series.items()):
-        if is_hidden(key) or points.last is None or points.lowest is None or points.highest is None:
-            continue
-        rows[f"{key}, last"] = number(points.last)
-        is_monitored = key == facts.monitor
-        if "loss" in key.lower() or (is_monitored and facts.monitor_mode == "min"):
-            rows[f"{key}, lowest"] = number(points.lowest)
-        elif is_monitored:
-            rows[f"{key}, highest"] = number(points.highest)
+        if not is_hidden(key) and points.last is not None:
+            rows[f"{key}, last"] = number(points.last)
     return rows
 
 

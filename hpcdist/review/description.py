@@ -313,8 +313,9 @@ def wrapped(command: str) -> str:
     return "\n".join(lines)
 
 
-#: Rows of a table beyond these are left out, in the middle of the attempts.
-_MAX_CHECKPOINTS = 12
+#: Files of a script that are named.
+_MAX_FILES = 12
+#: Rows of the table of attempts that are tried until a description fits; those in the middle are left out.
 _KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
 #: Age of a heartbeat from which the description names it first: ranks beat at each step, at most once a second.
 _SILENT_S = 120.0
@@ -347,8 +348,7 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
     """
     parts = []
     if facts.best is not None:
-        value = facts.best_text(f"{facts.best_value:.6g}")
-        best = f"{facts.monitor} {value}"
+        best = f"{facts.monitor} {facts.best_at_step}"
         if facts.is_live:
             best += " so far"
         parts.append(best)
@@ -525,41 +525,22 @@ def _last_save(facts: RunFacts) -> str:
 
 def _result(facts: RunFacts) -> Iterator[str]:
     if facts.best is not None:
-        yield from _best_lines(facts, facts.best)
-    if facts.checkpoints:
-        yield _kept_checkpoints(facts)
+        direction = "lowest" if facts.monitor_mode == "min" else "highest"
+        line = f"best checkpoint, with the {direction} {escaped(facts.monitor)}: {escaped(str(facts.best.path))}"
+        if facts.has_uploaded_best:
+            line += f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}"
+        yield line
+        if "±" in facts.best_text:
+            yield escaped(LEGEND)
+    if facts.checkpoints and facts.experiment_id:
+        page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
+        yield link("checkpoints of all runs with their values", page)
     if facts.script_files:
-        names = [escaped(name) for name in facts.script_files[-_MAX_CHECKPOINTS:]]
+        names = [escaped(name) for name in facts.script_files[-_MAX_FILES:]]
         left_out = more(len(facts.script_files) - len(names))
         yield f"files in the checkpoint folder: {', '.join([*left_out, *names])}"
     for name, speed in facts.speeds.items():
         yield f"median of {escaped(name)} over its logged values: {number(speed)}"
-
-
-def _best_lines(facts: RunFacts, best: CheckpointFacts) -> Iterator[str]:
-    direction = "lowest" if facts.monitor_mode == "min" else "highest"
-    yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {best.step:,} (best = {direction})"
-    artifact = ""
-    if facts.has_uploaded_best:
-        artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}"
-    yield f"best checkpoint: {escaped(str(best.path))}{artifact}"
-    if facts.best_text("") != "":
-        yield escaped(LEGEND)
-
-
-def _kept_checkpoints(facts: RunFacts) -> str:
-    steps = []
-    for checkpoint in facts.checkpoints[-_MAX_CHECKPOINTS:]:
-        value = checkpoint.metrics.get(facts.monitor)
-        step = f"step {checkpoint.step:,}"
-        if value is not None:
-            step += f" ({value:.6g})"
-        steps.append(step)
-    text = f"kept checkpoints: {', '.join(steps)}"
-    if facts.experiment_id:
-        page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
-        text += f"; {link('those of all runs', page)}"
-    return text
 
 
 def _attempts(facts: RunFacts, num_kept: int) -> str:
@@ -628,15 +609,15 @@ def _load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts, kind: str) ->
     else:
         source = "from its folder"
         load = f"folder = {str(checkpoint.path)!r}\nstate_dict = load_weights(folder)"
-    value = ""
-    if facts.best is not None:
-        value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}"
     code = f"{imports}\n\n{load}"
-    return f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
+    return f"The {kind} checkpoint, step {checkpoint.step:,}, {source}:\n\n" + _block(code, "python")
 
 
 def cost_text(ledger: Ledger) -> str:
-    """Return the allocated time with its useful part and its price, and a table of its causes."""
+    """Return the allocated time with its useful part and its price, and a table of its causes.
+
+    Their meanings are in the report and in the documentation.
+    """
     useful = "goodput not measured, since the script reported no step in at least one attempt"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
@@ -649,6 +630,5 @@ def cost_text(ledger: Ledger) -> str:
         parts.append(ledger.energy_text)
     for name, text in ledger.costs.items():
         parts.append(f"{name} {escaped(text)}")
-    rows = [(*row[:-1], with_code(row[-1], 300)) for row in ledger.rows()]
-    columns = ("Cause", f"{ledger.unit}-hours", "Share", "Meaning")
-    return "; ".join(parts) + "\n\n" + table(columns, rows)
+    rows = [row[:-1] for row in ledger.rows()]
+    return "; ".join(parts) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), rows)

@@ -452,9 +452,16 @@ class RunFacts:
         """The number of samples that the best value is a proportion of; None if it is none, or unknown."""
         return num_evaluated(self.monitor, self.best_value, self.datasets)
 
-    def best_text(self, without: str) -> str:
-        """Return the best value with its error; the text `without` if the error is unknown."""
-        return with_error(self.best_value, share_error(self.best_value, self.num_evaluated), without)
+    @property
+    def best_text(self) -> str:
+        """The best value with its error if that is known, as `0.978 ± 0.008`."""
+        return with_error(self.best_value, share_error(self.best_value, self.num_evaluated), f"{self.best_value:.6g}")
+
+    @property
+    def best_at_step(self) -> str:
+        """The best value and its step, as `0.978 ± 0.008 at step 138`."""
+        assert self.best is not None, "the caller has checked it"
+        return f"{self.best_text} at step {self.best.step:,}"
 
     def measured(self) -> Measured:
         """Return the best value with its per-sample results, if there are some."""

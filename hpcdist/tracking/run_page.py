@@ -154,8 +154,7 @@ def summary_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     """Return the result, cost and interruptions of a run as text, for columns in MLflow's list of runs."""
     tags = {}
     if facts.best is not None:
-        value = facts.best_text(f"{facts.best_value:.6g}")
-        tags["hpcdist.best"] = f"{value} at step {facts.best.step:,}"
+        tags["hpcdist.best"] = facts.best_at_step
     if ledger.entries:
         tags["hpcdist.cost"] = f"{cost_of([ledger])}, goodput {ledger.goodput_text}"
     causes = interruptions(facts.attempts, MAX_TAG)

@@ -162,7 +162,7 @@ def test_primary_metric_comes_first(scene: ReportScene) -> None:
     assert f'class="band" d="M{left:.1f} 10H628.0V' in chart, "the second attempt from its first step"
     assert 'class="dot"' in chart
     assert "best checkpoint: 0.8 at step 2" in Elements(page).text, "the legend"
-    assert "<b>eval/accuracy 0.8</b>" in page
+    assert "<b>eval/accuracy 0.8 at step 2</b>" in page
 
 
 def numbers_in(chart: str) -> list[float]:
