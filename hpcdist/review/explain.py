@@ -422,7 +422,7 @@ def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
     memory = _memory_warning(now)
     if not earlier and memory is None:
         sentence += "; nothing to explain"
-    findings = {fault.attempt: asdict(fault.finding) for fault in read_faults(run, attempts)}
+    findings = {number: asdict(finding) for number, finding in read_faults(run, attempts).items()}
     ended = []
     for attempt in earlier[-MAX_ATTEMPTS:]:
         ended.append(
@@ -679,18 +679,9 @@ def _of_stacks(run: RunDir, attempt: Attempt) -> Finding | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A failure that ended an attempt."""
-
-    attempt: int
-    error: str  #: the cause in the table of attempts
-    finding: Finding
-
-
-def read_faults(run: RunDir, attempts: Sequence[AttemptFacts]) -> list[Fault]:
-    """Return the newest failures of the attempts of a run, oldest first."""
-    faults = []
+def read_faults(run: RunDir, attempts: Sequence[AttemptFacts]) -> dict[int, Finding]:
+    """Return the causes of the newest failures of a run by the numbers of their attempts, the oldest first."""
+    faults = {}
     ends = ends_by_slurm(run)
     failed = [attempt for attempt in attempts if attempt.status == "failed"]
     for facts in failed[-MAX_ROWS:]:
@@ -705,7 +696,7 @@ def read_faults(run: RunDir, attempts: Sequence[AttemptFacts]) -> list[Fault]:
         elif start.state in JOB_ENDS:
             cause, fix = JOB_ENDS[start.state]
             finding = Finding(cause=cause, fix=fix)
-        faults.append(Fault(attempt=facts.number, error=text_of(facts.cause), finding=finding))
+        faults[facts.number] = finding
     return faults
 
 

@@ -174,7 +174,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "trainer_charts": trainer_charts,
         "figures": figures,
         "stragglers": part(_straggler_events),
-        "faults": part(lambda run: read_faults(run, facts.attempts)) if facts else None,
+        "faults": (part(lambda run: read_faults(run, facts.attempts)) if facts else None) or {},
         "finding": part(lambda run: explain_failure(run, facts.state)) if facts else None,
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
