@@ -49,6 +49,8 @@ def unused_sections(trainer: str) -> set[str]:
 def is_unused(trainer: str, key: str) -> bool:
     """Return whether a shipped trainer does not read a dotted key of the config; False for any other code."""
     declared = find_trainer(trainer)
+    if declared is not None and key in declared.unread_keys:
+        return True
     if declared is not None and key in INITIAL_WEIGHT_KEYS:
         return declared.is_benchmark  # it trains no model
     return key.partition(".")[0] in unused_sections(trainer)

@@ -33,6 +33,8 @@ class Trainer:
     """The dataclass of its own config section; the key of the section is the trainer's name."""
     shared_sections: tuple[str, ...] = ()
     """The sections for several trainers that this one reads: some of model, data, optim, schedule and precision."""
+    unread_keys: tuple[str, ...] = ()
+    """The dotted keys of these sections that it does not read."""
     roles: Mapping[str, int] = field(default_factory=dict)
     """Its roles in rank order, each with an example of a count; empty if it has none."""
     single_roles: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from hpcdist.config.document import flat
 from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.config.schema import is_unused
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_regular
@@ -397,7 +398,7 @@ class RunFacts:
     like: str = ""  #: the run that has given its config and code
     like_run_id: str = ""  #: its id in MLflow; empty if it was not uploaded
     sweep: str = ""  #: name of the sweep that this run is a cell of
-    model: str = ""  #: `model.name` of a trainer that uses that section; else empty
+    model: str = ""  #: `model.name` of a trainer that reads it; else empty
     num_parameters: int | None = None
     devices: str = ""  #: of the ranks, see `TrainingRecord`
     cpu: str = ""  #: of rank 0, see `TrainingRecord`
@@ -584,10 +585,10 @@ def _trainer(stored: StoredConfig) -> str:
 
 
 def _model(stored: StoredConfig) -> str:
-    """Return `model.name`; empty if the trainer does not use the section `model`."""
-    if stored.trainer and "model" in stored.trainer.shared_sections:
-        return stored.config.model.name
-    return ""
+    """Return `model.name`; empty if the code of the run is no shipped trainer that reads it."""
+    if stored.trainer is None or is_unused(stored.config.trainer.target, "model.name"):
+        return ""
+    return stored.config.model.name
 
 
 def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], stored: StoredConfig) -> RankPython:

@@ -111,7 +111,7 @@ def parse_module(spec: ModuleSpec | None) -> ast.Module | None:
 
 
 def unread_keys(config: Config, keys: Sequence[str], cwd: Path) -> str:
-    """Return a sentence that names the keys without effect, because the trainer does not read their sections.
+    """Return a sentence that names the keys without effect, because the trainer does not read them.
 
     It is empty if there is no such key, or if the sections that the trainer reads are unknown.
 
@@ -120,15 +120,18 @@ def unread_keys(config: Config, keys: Sequence[str], cwd: Path) -> str:
         cwd: folder in which the module of a trainer is searched first.
     """
     sections = {*trainer_sections(), *shared_sections(), "params", "stop"}
+    declared = find_trainer(config.trainer.target)
+    unread_in_sections: tuple[str, ...] = ()
     if config.trainer.script:
         name = config.trainer.script_name
         read: set[str] = set()
         if _reads_stored_config(config):
             read = sections
         why = f"{name} does not get the config: give it arguments behind its name"
-    elif find_trainer(config.trainer.target) is not None:
+    elif declared is not None:
         name = config.trainer.target
         read = sections - unused_sections(name) - {"params"}
+        unread_in_sections = declared.unread_keys
         why = f"the trainer {name} does not read them"
     else:
         name = config.trainer.target
@@ -140,7 +143,7 @@ def unread_keys(config: Config, keys: Sequence[str], cwd: Path) -> str:
         has_effect = key.partition(".")[0] not in unread or key in _READ_BY_HPCDIST
         if key in INITIAL_WEIGHT_KEYS:  # those of a trainer of your own are read by `ctx.init_from`
             has_effect = not is_unused(config.trainer.target, key)
-        if not has_effect:
+        if not has_effect or key in unread_in_sections:
             keys_without_effect.append(key)
     if not keys_without_effect:
         return ""

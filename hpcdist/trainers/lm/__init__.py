@@ -340,6 +340,10 @@ def _exported_weights(config: Config, weights: StoredWeights) -> StoredWeights:
 TRAINER = Trainer(
     section=LmConfig,
     shared_sections=("model", "data", "optim", "schedule", "precision"),
+    unread_keys=(
+        *("model.name", "model.channels_last", "data.name", "data.batch_size", "data.image_size", "data.augment"),
+        *("data.num_workers", "data.num_samples", "data.num_classes"),
+    ),
     is_elastic=True,
     divides_batches=True,
     check=_check,

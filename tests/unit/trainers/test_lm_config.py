@@ -8,8 +8,13 @@ import pytest
 from hpcdist.config.describe import describe
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, cross_check, new_run_problems
+from hpcdist.config.written import read_stored, run_yaml
 from hpcdist.errors import ConfigError
+from hpcdist.review.facts import read_facts
 from hpcdist.run.create import check_trainer
+from hpcdist.run.folder import RunDir
+from hpcdist.run.run_parameters import effective_values
+from hpcdist.run.trainer_source import unread_keys
 from hpcdist.tracking.weight_source import find_weights
 from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
 
@@ -151,3 +156,19 @@ def test_flops_are_those_of_products_and_attention() -> None:
     norms = 2 * 2 * 64 + 64
     attention = 2 * 2 * 2 * 64 * 10 // 2  # scores and values, of half of 10 positions on average
     assert model.flops_per_token(50, 10) == 6 * (products + norms) + 3 * attention
+
+
+def test_values_of_other_trainers_are_not_shown(tmp_path: Path) -> None:
+    """The defaults of these keys name a model and data that this trainer does not use."""
+    run = RunDir.create(tmp_path / "runs" / "lm" / "first")
+    run.config.write_text(run_yaml(load_config("lm_small")))
+    keys = effective_values(run, read_stored(run.config)).keys()
+    assert {"data.global_batch_size", "model.compile", "lm.model.num_layers"} <= keys
+    assert not {"model.name", "data.name", "data.batch_size", "data.num_classes"} & keys
+    assert read_facts(run, run.read_state()).model == ""
+
+
+def test_keys_without_effect_are_named(tmp_path: Path) -> None:
+    keys = ["data.num_workers", "data.root", "optim.lr"]
+    note = unread_keys(load_config("lm_small"), keys, tmp_path)
+    assert note == "without effect: data.num_workers, since the trainer lm does not read them"
