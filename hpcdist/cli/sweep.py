@@ -12,7 +12,7 @@ from typing import Literal
 from hpcdist.cli.options import INTERRUPTED, console
 from hpcdist.cli.tables import print_table
 from hpcdist.config.schema import Config
-from hpcdist.errors import RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import RunFolderError, TrackingError, UserMistake, plural
 from hpcdist.host.files import short_path
 from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import say
@@ -38,7 +38,8 @@ _UPLOAD_EVERY_S = 5.0
 def show_choices(sweep: Sweep, choices: Sequence["Choice"]) -> None:
     """Print the cells to run, numbered as the tasks of a job array, and then the other cells."""
     to_run = [choice for choice in choices if choice.runs]
-    say(f"sweep {sweep.name}: {len(choices)} cells, {len(to_run)} to run, in {short_path(sweep.folder.parent)}")
+    num_cells = plural(len(choices), "cell")
+    say(f"sweep {sweep.name}: {num_cells}, {len(to_run)} to run, in {short_path(sweep.folder.parent)}")
     for index, choice in enumerate(to_run):
         say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
     for choice in choices:
@@ -397,5 +398,5 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
         except UserMistake as mistake:
             messages.append(str(mistake))
     if not messages:
-        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
+        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().sentence})")
     return messages

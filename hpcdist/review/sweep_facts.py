@@ -291,6 +291,8 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as
     if facts.settings:
         columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Against the best", "Cells")
         yield table(columns, facts.setting_rows[:num_kept])
+        # Without a heading, MLflow shows the two tables as one.
+        yield "### Runs"
     yield _cell_table(facts, num_kept)
 
 

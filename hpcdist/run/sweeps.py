@@ -21,7 +21,7 @@ from hpcdist.config.document import parse_value
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.written import flat_values, read_section, redacted
-from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.errors import ConfigError, RunFolderError, UserMistake, plural
 from hpcdist.host.json_files import fill, read_json, write_json
 from hpcdist.host.ownership import require_trusted
 from hpcdist.run.config_origin import Origin
@@ -380,10 +380,12 @@ class SweepDir(RunDir):
             status = "running"
         else:
             status = "queued"
-        summary = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
+        reason = plural(len(cells), "cell")
+        if set(counts) != {status}:
+            reason += ": " + ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
         return State(
             status=status,
-            reason=f"{len(cells)} cells: {summary}",
+            reason=reason,
             created=created,
             ended=ended,
             attempt=sum(state.attempt for state in states),

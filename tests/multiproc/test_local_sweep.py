@@ -75,4 +75,4 @@ def test_request_stops_the_running_cell_and_the_sweep(own_runs: Runs, how: str) 
     assert "sweep tune: 1 created, 1 stopped\n" in output
     code, output = own_runs.command("cancel", "tune")
     assert code == 2
-    assert "no cell of sweep tune runs or waits (2 cells: 1 created, 1 stopped)" in output
+    assert "no cell of sweep tune runs or waits (stopped: 2 cells: 1 created, 1 stopped)" in output

@@ -351,7 +351,7 @@ def test_sweep_is_found_by_folder_name_and_prefix(hpcdist: Cli, first: RunDir, r
         found = resolve(text, runs_dir)
         assert isinstance(found, SweepDir)
         assert found.path == sweep.path
-        assert one_line(hpcdist("stop", text)) == "no cell of sweep grid runs or waits (1 cells: 1 missing)"
+        assert one_line(hpcdist("stop", text)) == "no cell of sweep grid runs or waits (stopped: 1 cell: 1 missing)"
     with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
         resolve_run("grid", runs_dir)
 

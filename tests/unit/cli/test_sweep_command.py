@@ -97,7 +97,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
 
     # A later command adds a value; its cells have other arguments, but it is the same sweep.
     result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.001", "--dry-run")
-    assert f"sweep {name}: 1 cells, 1 to run" in result.out, (result.out, result.err)
+    assert f"sweep {name}: 1 cell, 1 to run" in result.out, (result.out, result.err)
 
     assert "setting" not in hpcdist("run", "train.yaml", "name=silent", "--repeat", "2").out, "no cell has a value"
     cells["seed_1"] = logs

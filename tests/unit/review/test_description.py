@@ -327,7 +327,8 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
         "| Setting | eval/acc: mean ± s.d. (n seeds) | Against the best | Cells |\n| --- | --- | --- | --- |\n"
         "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | the best | 3 |\n"
         "| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | within noise (-0.01) | 3 |\n"
-        "| lr=0.3 | 0.5 (n=1) | too few seeds (-0.45) | 3 |\n\n| Run | seed | optim.lr | eval/acc | Step | State |\n"
+        "| lr=0.3 | 0.5 (n=1) | too few seeds (-0.45) | 3 |\n\n### Runs\n\n"
+        "| Run | seed | optim.lr | eval/acc | Step | State |\n"
     )
     assert "Best cell" not in text
     assert [one.row[1:] for one in compare_settings(facts)] == [

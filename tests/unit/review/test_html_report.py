@@ -230,6 +230,9 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     ]  # fmt: skip
     assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
     assert " 0.5 (n=1) too few seeds (-0.35) 1 " in text, "one run against two seeds"
+    settings, runs = page.split("<h2>Runs</h2>")
+    assert "Each verdict is about one difference" in settings
+    assert "Each verdict is about one difference" not in runs, "its table has no verdicts"
     links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]
     assert links == ["../tune-0.2-16-1/report.html"]
     assert re.search("&lt;b&gt;lr=0.2 batch_size=16 seed=1 [0-9.]+ core-hours failed", text)
@@ -239,6 +242,7 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state()), spent, [])
     assert "<h2>Settings</h2>" not in without_seeds
     assert without_seeds.count("★ ") == 1
+    assert "Each verdict is about one difference" in without_seeds
 
 
 def test_counters_have_no_chart_but_a_row_of_values(scene: ReportScene) -> None:

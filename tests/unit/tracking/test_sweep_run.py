@@ -93,7 +93,7 @@ def test_status_of_the_parent_run_follows_its_cells(sweep: SweepScene) -> None:
     assert sweep.parent() == ("FAILED", "2 cells: 1 failed, 1 finished")
     assert sweep.entities()["tune"].info.end_time == 7000
     sweep.ship(0, status="finished", attempt=2, ended=9.0)
-    assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
+    assert sweep.parent() == ("FINISHED", "2 cells")
     sweep.add("3")
     sweep.ship(2, status="cancelled", attempt=1, ended=11.0)
     assert sweep.parent() == ("KILLED", "3 cells: 1 cancelled, 2 finished")
@@ -122,7 +122,7 @@ def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypat
     assert sweep.entities()["seed=2"].info.status == "FINISHED"
     assert sweep.parent()[0] != "FINISHED"
     sweep.ship(1)
-    assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
+    assert sweep.parent() == ("FINISHED", "2 cells")
 
 
 def test_parent_run_is_updated_again_if_the_state_changes(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
