@@ -17,6 +17,8 @@ OWN = (
     *("_dimV", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "copy_sparse_to_sparse_"),
     *("sparse_resize_", "sparse_resize_and_clear_"),
 )
+#: FSDP2 joins gradients of several types with it, in new releases of torch.
+MIXED_TYPES = "chunk_cat_mixed_dtype"
 CPU = torch.device("cpu")
 #: A key without kernels of its own: it has the one of `copy_` that transfers between devices.
 TRANSFER = torch._C.DispatchKeySet(torch._C.DispatchKey.HPU)
@@ -102,9 +104,9 @@ def with_seed(generator: torch.Generator | None, index: int, function: Callable[
         torch.set_rng_state(before)
 
 
-def run_on_cpu(name: str, overload: str, *args: Any, **kwargs: Any) -> Any:
+def run_on_cpu(namespace: str, name: str, overload: str, *args: Any, **kwargs: Any) -> Any:
     """Run an operator of CUDA."""
-    op = getattr(getattr(torch.ops.aten, name), overload or "default")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     schema, call = op._schema, Call()
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     is_random = "generator" in given or torch.Tag.nondeterministic_seeded in op.tags
@@ -231,5 +233,10 @@ def install() -> None:
             name, _, overload = full.partition(".")
             for key, cpu_key in (("CUDA", "CPU"), ("SparseCUDA", "SparseCPU")):
                 if name != "copy_" and is_replaced(name, overload, key, cpu_key):
-                    library.m.impl(full, key, functools.partial(run_on_cpu, name, overload), False)
+                    library.m.impl(full, key, functools.partial(run_on_cpu, "aten", name, overload), False)
         library.m.impl("copy_", "CUDA", copy_or_transfer, False)
+        if f"fsdp::{MIXED_TYPES}" in torch._C._dispatch_get_all_op_names():
+            library = torch.library.Library("fsdp", "IMPL")
+            libraries.append(library)
+            assert library.m is not None
+            library.m.impl(MIXED_TYPES, "CUDA", functools.partial(run_on_cpu, "fsdp", MIXED_TYPES, ""), False)

@@ -131,12 +131,13 @@ def test_sharded_model_is_saved_and_resumed_on_gpus(runs: Runs, gpus: Path) -> N
 
 
 @pytest.mark.slow
-def test_language_model_is_divided_among_gpus(runs: Runs, gpus: Path) -> None:
+@pytest.mark.parametrize("dimension", ["shard", "tensor"])
+def test_language_model_is_divided_among_gpus(runs: Runs, gpus: Path, dimension: str) -> None:
     sizes = ("lm.model.hidden_size=32", "lm.model.num_layers=2", "lm.model.intermediate_size=48")
     data = ("lm.corpus.tokenizer=byte", "lm.sequence_length=16", "lm.num_eval_windows=4", "stop.max_steps=3")
-    # The simulation has no kernel of FSDP2 for gradients of two types, which occur with lm.mesh.tensor=2.
-    mesh = ("lm.mesh.shard=2", "precision.dtype=bf16", "tracking.log_every_steps=1")
-    code, output = runs.command("run", "lm_small", *runs.config("lm", *sizes, *data, *mesh)[1:])
+    # With tensor parallelism, FSDP2 joins gradients of two types.
+    mesh = (f"lm.mesh.{dimension}=2", "precision.dtype=bf16", "tracking.log_every_steps=1")
+    code, output = runs.command("run", "lm_small", *runs.config(f"lm-{dimension}", *sizes, *data, *mesh)[1:])
     assert code == 0, output
     log = (gpus / "log").read_text()
     assert all(f"context on device {number}," in log for number in range(2))
