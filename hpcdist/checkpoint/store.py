@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 #: after this time an older checkpoint is used.
 READ_TIMEOUT_S = 30.0
 
+#: Number of bytes of a file after which the kernel begins to write them to the disk.
+WRITEBACK_BYTES = 8 << 20
+
 _TEMP_PREFIX = ".tmp-"
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
 _FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
@@ -328,6 +331,7 @@ class _HashingFile:
 
     def __init__(self, raw: io.FileIO) -> None:
         self._raw = raw
+        self._num_begun = 0  #: bytes that the kernel has begun to write to the disk
         self.digest = hashlib.sha256()
         self.size_bytes = 0
         self.error: OSError | None = None
@@ -335,16 +339,26 @@ class _HashingFile:
     def write(self, data: bytes | memoryview) -> int:
         """Write all of `data`, and return its number of bytes."""
         view = memoryview(data).cast("B")
-        self.digest.update(view)
-        done = 0
         try:
-            while done < len(view):  # one write stores at most 2 GiB, or less if the disk is nearly full
-                done += self._raw.write(view[done:])
+            for begin in range(0, len(view), WRITEBACK_BYTES):
+                self._write_piece(view[begin : begin + WRITEBACK_BYTES])
         except OSError as error:
             self.error = error
             raise
+        return len(view)
+
+    def _write_piece(self, piece: memoryview) -> None:
+        self.digest.update(piece)
+        done = 0
+        while done < len(piece):  # a write stores less if the disk is nearly full
+            done += self._raw.write(piece[done:])
         self.size_bytes += done
-        return done
+        num_waiting = self.size_bytes - self._num_begun
+        if num_waiting >= WRITEBACK_BYTES:
+            # The disk then works beside the hashing of the next piece, so that fsync has little left to wait for.
+            # The kernel keeps the pages in memory, because they are not on the disk yet.
+            os.posix_fadvise(self._raw.fileno(), self._num_begun, num_waiting, os.POSIX_FADV_DONTNEED)
+            self._num_begun = self.size_bytes
 
     def flush(self) -> None:
         pass

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.checkpoint.store import CheckpointStore, Snapshot, _HashingFile
+from hpcdist.checkpoint import store as checkpoint_store
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot, _HashingFile, load_file, save_file
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError
 
@@ -109,6 +110,22 @@ def test_short_write_is_completed() -> None:
     assert file.write(content) == 100
     assert raw.getvalue() == content
     assert (file.size_bytes, file.digest.digest()) == (100, hashlib.sha256(content).digest())
+
+
+def test_disk_begins_with_each_piece_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, *values: ranges.append(values))
+    monkeypatch.setattr(checkpoint_store, "WRITEBACK_BYTES", 1000)
+    values = torch.arange(1300, dtype=torch.uint8)
+    path = tmp_path / "shard.pt"
+    record = save_file({"values": values, "more": values.clone()}, path)
+
+    ends = [begin + size for begin, size, _ in ranges]
+    assert [begin for begin, _, _ in ranges] == [0, *ends[:-1]]
+    assert all(size >= 1000 and advice == os.POSIX_FADV_DONTNEED for _, size, advice in ranges)
+    assert record.size_bytes - ends[-1] < 1000
+    assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert torch.equal(load_file(path)["more"], values)
 
 
 # --- invalid checkpoints
