@@ -4,6 +4,7 @@ import errno
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from hpcdist.checkpoint import state as checkpoint_state
 from hpcdist.checkpoint.state import PendingShards, ShardExchange
-from hpcdist.checkpoint.store import CheckpointStore, Snapshot
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
 from hpcdist.errors import CheckpointError
 
 STEP = 3
@@ -54,6 +55,16 @@ class LateStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(PrefixStore("shards/1", self._store), name)
+
+
+def test_only_shards_are_written_without_crc(staging: Path, tmp_path: Path) -> None:
+    # A wrong CRC-32 is the only trace: torch.load does not compare it.
+    write(HashStore(), 1, staging)
+    file = staging / shard_name(1)
+    assert torch.equal(load_file(file)["model"]["part1"], torch.ones(2))
+    assert ZipFile(file).testzip() is not None
+    torch.save({"of": "the trainer"}, tmp_path / "own.pt")
+    assert ZipFile(tmp_path / "own.pt").testzip() is None
 
 
 def test_error_of_an_owner_does_not_disturb_the_others(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
