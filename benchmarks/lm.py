@@ -1,12 +1,13 @@
-"""CPU time per token of the trainer lm on two ranks, with everything on, over a bare FSDP2 loop.
+"""CPU time per token of the trainer lm on two ranks, with everything on, over a bare FSDP2 loop and Lightning Fabric.
 
-    PYTHONPATH=. python benchmarks/lm.py [--rounds 8] [--steps 4] [--json]
+    python benchmarks/lm.py [--rounds 8] [--steps 4] [--json]
 
-10 M parameters, two windows of 128 tokens per rank, single precision, clipping and fused AdamW in both. The loop of
+10 M parameters, two windows of 128 tokens per rank, single precision, clipping and fused AdamW in all. The loop of
 hpcdist reads windows from a file, logs each step and saves a checkpoint in each round. The bare loop has torch's
-functions alone, and its tokens in memory. Both run in the same two ranks and do one round in turn. CPU seconds of both
-ranks, with all threads, resolve more than times on a shared machine. The ratio is computed within each round; the
-result is the median.
+functions alone, and its tokens in memory. Fabric shards by the same calls (ModelParallelStrategy); its loop has a data
+loader over tokens in memory, a line of its CSVLogger for each step, and a sharded checkpoint by `fabric.save` in each
+round. All run in the same two ranks and do one round in turn. CPU seconds of both ranks, with all threads, resolve more
+than times on a shared machine. The ratios are computed within each round; the results are medians.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from harness import HPCDIST, argument_parser, clean_env
+from harness import HPCDIST, argument_parser, clean_env, installed, median, median_ratio
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
 from hpcdist import Config, Context
 from hpcdist.config.training_schema import DataConfig
@@ -41,6 +44,9 @@ WINDOWS_PER_RANK, LENGTH = 2, 128
 NUM_RANKS = 2
 NUM_WINDOWS = 1000
 LR = 1e-3
+CONTENDERS = ("ours", "bare", "fabric")
+#: The package of a contender that needs one.
+PACKAGES = {"fabric": "lightning"}
 
 
 def hpcdist_round(ctx: Context, cfg: Config, num_rounds: int, num_steps: int) -> Callable[[], None]:
@@ -70,13 +76,18 @@ def hpcdist_round(ctx: Context, cfg: Config, num_rounds: int, num_steps: int) ->
     return run
 
 
+def sharded_by_hand(model: Decoder) -> Decoder:
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
 def bare_round(cfg: Config, num_steps: int) -> Callable[[], None]:
     """Return a function that does the steps of a round with torch's functions."""
     model = Decoder(SIZES, VOCAB_SIZE)
     model.init_weights(0)
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
+    sharded_by_hand(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     tokens = torch.randint(VOCAB_SIZE, (WINDOWS_PER_RANK, LENGTH + 1))
 
@@ -91,10 +102,58 @@ def bare_round(cfg: Config, num_steps: int) -> Callable[[], None]:
     return run
 
 
+def fabric_round(ctx: Context, cfg: Config, num_steps: int) -> Callable[[], None]:
+    """Return a function that does the steps of a round with Lightning Fabric, as in its documentation.
+
+    Source: https://lightning.ai/docs/fabric/stable/advanced/model_parallel/tp_fsdp.html
+    """
+    from lightning.fabric import Fabric
+    from lightning.fabric.loggers.csv_logs import CSVLogger
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+
+    warnings.filterwarnings("ignore")  # the folder of the checkpoint exists, the loader has no workers
+    strategy = ModelParallelStrategy(
+        lambda model, _mesh: sharded_by_hand(model), data_parallel_size=NUM_RANKS, tensor_parallel_size=1
+    )
+    logger = CSVLogger(ctx.run.path, flush_logs_every_n_steps=1)
+    fabric = Fabric(accelerator="cpu", devices=NUM_RANKS, strategy=strategy, loggers=logger)
+    fabric.launch()
+    decoder = Decoder(SIZES, VOCAB_SIZE)
+    decoder.init_weights(0)
+    model = fabric.setup_module(decoder)
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+    windows = torch.randint(VOCAB_SIZE, (NUM_WINDOWS, LENGTH + 1))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(windows), batch_size=WINDOWS_PER_RANK, shuffle=True))
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    batches = endless()
+    step = 0
+
+    def run() -> None:
+        nonlocal step
+        for _ in range(num_steps):
+            (tokens,) = next(batches)
+            loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+            fabric.backward(loss)
+            norm: Any = fabric.clip_gradients(model, optimizer, max_norm=cfg.optim.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            fabric.log_dict({"train/loss": loss, "train/grad_norm": norm.full_tensor()}, step)
+        fabric.save(ctx.run.path / "fabric", {"model": model, "optimizer": optimizer, "step": step})
+
+    return run
+
+
 def train(ctx: Context, cfg: Config) -> None:
     """Write the CPU seconds of both ranks by contender and round to `params.out`."""
     num_rounds, num_steps = cfg.params["rounds"] + 1, cfg.params["steps"]
     contenders = {"ours": hpcdist_round(ctx, cfg, num_rounds, num_steps), "bare": bare_round(cfg, num_steps)}
+    if "fabric" in cfg.params["contenders"]:
+        contenders["fabric"] = fabric_round(ctx, cfg, num_steps)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(num_rounds):
         names = list(contenders)
@@ -124,7 +183,9 @@ def main() -> int:
             f"launch: {{max_restarts: 0, num_ranks: {NUM_RANKS}, device: cpu}}\n"
             f"optim: {{name: adamw, lr: {LR}, max_grad_norm: 1.0}}\ncheckpoint: {{monitor: eval/loss}}\n"
         )
+        names = installed(CONTENDERS, PACKAGES)
         values = [f"params.out={out}", f"params.rounds={options.rounds}", f"params.steps={options.steps}"]
+        values.append(f"params.contenders=[{','.join(names)}]")
         command = [*HPCDIST, "run", "lm.yaml", *values, f"runs_dir={folder}/runs", "tracking.uri=''"]
         done = subprocess.run(command, cwd=folder, env=clean_env(), capture_output=True, text=True, check=False)
         if done.returncode:
@@ -132,12 +193,14 @@ def main() -> int:
             return done.returncode
         seconds = json.loads(out.read_text())
     num_tokens = options.steps * NUM_RANKS * WINDOWS_PER_RANK * LENGTH
-    ours, bare = (round(1e6 * median(seconds[name]) / num_tokens) for name in ("ours", "bare"))
-    ratio = median(base / own for own, base in zip(seconds["ours"], seconds["bare"], strict=True))
-    print(f"CPU µs per token: {ours}, of the bare loop {bare}")
-    print(f"speed over the bare loop: {ratio:.3f}")
+    figures = {}
+    for name in names:
+        figures[f"{name}_cpu_us_per_token"] = 1e6 * median(seconds[name]) / num_tokens
+        if name != "ours":
+            figures[f"ours_over_{name}"] = median_ratio(seconds["ours"], seconds[name])
+    for name, value in figures.items():
+        print(f"{name:24}{value:8.3f}")
     if options.json:
-        figures = {"ours_cpu_us_per_token": ours, "bare_cpu_us_per_token": bare, "bare_over_ours": round(ratio, 3)}
         print(json.dumps(figures))
     return 0
 

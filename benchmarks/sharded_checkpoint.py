@@ -3,10 +3,11 @@
     python benchmarks/sharded_checkpoint.py [--rounds 6] [--megabytes 165] [--json] [--folder DIR]
 
 Two gloo ranks with one thread each save the same state (weights and two Adam moments) in turn, in one `hpcdist run`.
-DCP keeps what it can keep between saves: its plan, and for `async_save` the host memory of a stager. It writes no
-hashes. Values are the largest of the ranks; the results are medians over rounds, without the first one. The stall is
-the time until the call returns, with no earlier save in progress, `durable` until all ranks have written with fsync.
-Old checkpoints are removed between the measurements.
+DCP keeps what it can keep between saves: its plan, and for `async_save` the host memory of a stager. It writes with
+fsync unless the row says otherwise, and computes a CRC-32 of each tensor instead of a hash of each file. Values are the
+largest of the ranks; the results are medians over rounds, without the first one. The stall is the time until the call
+returns, with no earlier save in progress, `durable` until all ranks have written. Old checkpoints are removed between
+the measurements.
 `steps` is the duration of the three steps after a save over that of the three before. `peak` is the growth of a rank's
 resident memory from the call until the state is on disk, in the first round, in which memory is allocated.
 """

@@ -64,6 +64,7 @@ class Contenders:
             "hpcdist": self.ours,
             "dcp.save": self.dcp_save,
             "dcp.save, cached plan": self.dcp_save_planned,
+            "dcp.save, no fsync": self.dcp_save_unsynced,
             "dcp.async_save": self.dcp_async,
         }
 
@@ -79,8 +80,8 @@ class Contenders:
     def _state(self) -> dict[str, object]:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
-    def _new(self, name: str, step: int) -> FileSystemWriter:
-        return FileSystemWriter(self._folder / f"{name}-{step}")
+    def _new(self, name: str, step: int, *, sync_files: bool = True) -> FileSystemWriter:
+        return FileSystemWriter(self._folder / f"{name}-{step}", sync_files=sync_files)
 
     def remove_old(self, step: int) -> None:
         """Remove the checkpoints before a step, outside of the measured time."""
@@ -96,6 +97,10 @@ class Contenders:
 
     def dcp_save_planned(self, step: int) -> Callable[[], object]:
         save(self._state(), storage_writer=self._new("dcp-planned", step), planner=self._planners[0])
+        return lambda: None
+
+    def dcp_save_unsynced(self, step: int) -> Callable[[], object]:
+        save(self._state(), storage_writer=self._new("dcp-unsynced", step, sync_files=False))
         return lambda: None
 
     def dcp_async(self, step: int) -> Callable[[], object]:
