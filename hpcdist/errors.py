@@ -135,6 +135,17 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}s"
 
 
+_MIB = 2**20
+_GIB = 2**30
+
+
+def memory_size(num_bytes: int) -> str:
+    """Return `3.5 GiB` or `12 MiB`."""
+    if num_bytes >= _GIB:
+        return f"{num_bytes / _GIB:.1f} GiB"
+    return f"{num_bytes / _MIB:.0f} MiB"
+
+
 #: Seconds and name of a unit of time, and of the next smaller one.
 _UNITS = (
     (24 * 3600, "d", 3600, "h"),

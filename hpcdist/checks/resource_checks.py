@@ -10,6 +10,7 @@ import psutil
 
 from hpcdist.checks import node_facts
 from hpcdist.checks.node_facts import GIB
+from hpcdist.errors import memory_size
 from hpcdist.host import cgroups
 from hpcdist.host import machine as host_machine
 from hpcdist.host.check_result import Check, failure, note, ok, warning
@@ -98,12 +99,6 @@ def _soft(limit: int) -> int:
     return value
 
 
-def _size(num_bytes: int) -> str:
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.1f} GiB"
-    return f"{num_bytes / 2**20:.0f} MiB"
-
-
 def resource_checks(limits: ResourceLimits) -> list[Check]:
     """Check whether cores, memory, /dev/shm and limits suffice for a few ranks."""
     return [_cores_check(limits), _memory_check(limits), *_shm_checks(limits), *_limit_checks(limits)]
@@ -141,7 +136,7 @@ def _shm_checks(limits: ResourceLimits) -> list[Check]:
     problems = list(node_facts.shm_checks(limits.shm_free_bytes))
     if problems:
         return problems
-    return [ok("shm", f"{_size(limits.shm_free_bytes)} of {_size(limits.shm_bytes)} free in /dev/shm")]
+    return [ok("shm", f"{memory_size(limits.shm_free_bytes)} of {memory_size(limits.shm_bytes)} free in /dev/shm")]
 
 
 def _limit_checks(limits: ResourceLimits) -> list[Check]:

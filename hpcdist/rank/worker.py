@@ -41,7 +41,7 @@ from hpcdist.errors import HpcdistError, PeerLost, RendezvousError, TrainerError
 from hpcdist.host import log_files, retry
 from hpcdist.host.compiler import CACHE_VARIABLE, cache_environment
 from hpcdist.host.json_files import write_json
-from hpcdist.rank import compile_cache, script_api
+from hpcdist.rank import compile_cache, memory_history, script_api
 from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders, has_joined_group
 from hpcdist.run.folder import Attempt, RunDir, require_same
@@ -107,6 +107,7 @@ def _run_script_or_trainer(
     # An address with a password is not kept in the config, nor passed to ranks in a container, which do not need it.
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     log_files.limit_log(run.path)
+    memory_history.record_when_used()
     local_cache = cache_environment(os.environ, run.path)
     os.environ.update(local_cache)
     records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
@@ -541,6 +542,7 @@ class Outcome:
             details["traceback"] = [_shorten(trace)]
         if type(error).__name__ == _OUT_OF_MEMORY:
             details["num_micro_batches"] = self.num_micro_batches()
+            details["device_memory"] = memory_history.memory_record()
         if isinstance(error, UserMistake | SyntaxError):
             self.write("rejected", **details)
             return UserMistake.exit_code

@@ -389,6 +389,8 @@ def _sections(
     facts: RunFacts, ledger: Ledger, finding: "Finding | None", num_attempts: int, now: float
 ) -> Iterator[str]:
     yield from _first_lines(facts, ledger, finding)
+    if finding and finding.memory:
+        yield _block("\n".join(finding.memory), "text")
     if facts.state.status == "failed" and facts.last_traceback:
         yield _block("\n".join(facts.last_traceback), "text")
         logs = _artifact(facts, f"logs/attempt-{facts.attempts[-1].number:03d}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hpcdist
-from hpcdist.errors import plural
+from hpcdist.errors import RunFolderError, plural
 from hpcdist.host.files import open_regular
 from hpcdist.host.json_files import read_json
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
@@ -27,6 +27,7 @@ from hpcdist.review.facts import (
 from hpcdist.review.markdown import one_line, text_of
 from hpcdist.review.pending_job import in_numbers
 from hpcdist.run.attempt_times import read_times
+from hpcdist.run.device_memory import DeviceMemory
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.resume_text import continuation
 from hpcdist.run.status import RunStatus, status_of
@@ -320,6 +321,7 @@ class Finding:
     evidence: str = ""
     fix: str = ""
     code: str = ""  #: the line of the user's code that failed, `FILE:LINE`
+    memory: tuple[str, ...] = ()  #: what held the memory of a GPU that was full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +348,7 @@ class Explanation(Finding):
                 ("fix", self.fix),
                 ("slurm", self.slurm),
             ]
+            rows += [("memory", text) for text in self.memory]
         for attempt in self.ended_attempts:
             end = quote(sentence_of(attempt["status"], attempt["cause"]))
             if attempt["steps_lost"]:
@@ -751,7 +754,8 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     match = first_match(lines)
     if match is not None:
         pattern, index = match
-        return _known(pattern, lines[index], _cite_line(run, attempt, rank, lines[index]))
+        finding = _known(pattern, lines[index], _cite_line(run, attempt, rank, lines[index]))
+        return replace(finding, memory=_device_memory(outcome, attempt.outcome(rank)))
     evidence = _cite_line(run, attempt, rank, error)
     if outcome["outcome"] == "rejected" and not trace:
         fix = f"correct the key, then `{run.resume_command} key=value …`"
@@ -771,6 +775,16 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
         cause = f"a syntax error in {place}"
     fix = f"fix {place or 'the code'}, then `{run.resume_command} --with-current-code`"
     return Finding(cause=cause, evidence=evidence, fix=fix, code=place)
+
+
+def _device_memory(outcome: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """Return what held the memory of a rank's GPU when it was full; empty if the rank has not reported it."""
+    record = outcome.get("device_memory")
+    if not isinstance(record, dict):
+        return ()
+    with suppress(RunFolderError):  # the failure itself is known
+        return tuple(quote(line) for line in DeviceMemory.of_record(record, path).lines)
+    return ()
 
 
 def _user_frame(trace: Iterable[str]) -> re.Match[str] | None:

@@ -91,7 +91,11 @@ def test_rank_that_waits_for_a_hung_kernel(
 def test_full_memory_is_explained(runs: Runs, cell: Cell) -> None:
     code, output = runs.command("run", *runs.config("full", *SHORT), SIMGPU_MEMORY_MB="2")
     assert code == 1, output
-    assert "cause:    the GPU's memory is full" in explain(runs, "full")
+    text = explain(runs, "full")
+    assert "cause:    the GPU's memory is full" in text
+    assert re.search(
+        r"^memory: .* reserved by torch, .* of 2 MiB of GPU [01]\nmemory: .*: \w+ \(.*\.py:\d+\)", text, re.M
+    )
     fill(cell, runs, "full", "GPU memory full")
 
 

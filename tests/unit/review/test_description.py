@@ -17,6 +17,7 @@ from hpcdist.config.written import StoredConfig
 from hpcdist.errors import duration
 from hpcdist.review.comparison import compare_settings
 from hpcdist.review.description import attempt_rows, describe, setup_rows, wrapped
+from hpcdist.review.explain import Finding
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.markdown import Markdown, escaped, table, with_code
@@ -72,6 +73,12 @@ def described(facts: RunFacts, ledger: Ledger | None = None, max_chars: int = 80
     text = describe(facts, ledger or Ledger(), max_chars=max_chars, now=2300.0)
     assert len(text) <= max(0, max_chars)
     return plain(text)
+
+
+def test_memory_of_a_full_gpu_is_on_the_page() -> None:
+    finding = Finding(cause="the GPU's memory is full", fix="reduce it", memory=("15.0 GiB allocated", "3.0 GiB: f"))
+    failed = replace(FACTS, state=replace(FACTS.state, status="failed", reason="rank 0 failed"))
+    assert "```text\n15.0 GiB allocated\n3.0 GiB: f\n```" in describe(failed, Ledger(), finding, max_chars=8000)
 
 
 def test_description_of_a_live_run() -> None:

@@ -440,6 +440,38 @@ def test_stopped_run_has_the_request_as_cause(run: RunDir) -> None:
     assert explained(run)["fix"] == f"{again}again, with its files in the run's checkpoints/"
 
 
+MEMORY = {
+    "device": "GPU 0",
+    "allocated_bytes": 15 << 30,
+    "reserved_bytes": 15 << 30,
+    "used_bytes": 16 << 30,
+    "total_bytes": 16 << 30,
+    "has_history": True,
+    "holders": [
+        {"place": "step (own.py:31)", "num_bytes": 12 << 30, "num_blocks": 3, "largest_bytes": 4 << 30},
+        {"place": "", "num_bytes": 3 << 30, "num_blocks": 1, "largest_bytes": 3 << 30},
+    ],
+}
+
+
+def test_full_gpu_is_explained_by_lines_of_code(run: RunDir) -> None:
+    write_outcome(run, 0, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    outcome = json.loads(run.attempt(1).outcome(0).read_text())
+
+    def memory_lines(record: dict[str, Any]) -> list[str]:
+        write_json(run.attempt(1).outcome(0), {**outcome, "device_memory": record})
+        lines = explain(run).lines
+        assert "cause:    the GPU's memory is full" in lines
+        return [line for line in lines if line.startswith("memory:")]
+
+    assert memory_lines(MEMORY) == [
+        "memory:   15.0 GiB allocated, 15.0 GiB reserved by torch, 1.0 GiB used outside of it, of 16.0 GiB of GPU 0",
+        "memory:   12.0 GiB in 3 blocks of at most 4.0 GiB: step (own.py:31)",
+        "memory:   3.0 GiB: no line of Python, as in a backward pass",
+    ]
+    assert memory_lines({**MEMORY, "holders": 3}) == [], "a damaged record hides the failure of no rank"
+
+
 def test_failed_preflight_is_the_cause_with_its_fix(run: RunDir) -> None:
     reason = "preflight: n3: disk: no space left on device; remove old runs"
     disk = {"name": "disk", "level": "failure", "node": "n3", "text": "no space left on device", "fix": "remove old"}

@@ -1,0 +1,101 @@
+"""The history of a GPU's allocations: a rank without memory left names the lines of code that hold it.
+
+torch notes the stack of Python at each allocation, and forgets it with the memory. `benchmarks/gpu_probes.py history`
+measures what a training step pays for that.
+
+Nothing here ends a run: other allocators, such as `backend:cudaMallocAsync`, have no history.
+"""
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from hpcdist.run.device_memory import DeviceMemory
+
+log = logging.getLogger(__name__)
+#: Of GPUs of NVIDIA and AMD. torch has no such history of others.
+_MODULE = "torch.cuda"
+
+
+def record_when_used() -> None:
+    """Record the lines of code that allocate a GPU's memory, from the first use of a GPU in this process on.
+
+    Neither imports torch nor initialises a GPU: a script may set variables first, or fork.
+    """
+    if _MODULE in sys.modules:
+        _record_when_initialized()
+    else:
+        sys.meta_path.insert(0, _AfterImport(_MODULE, _record_when_initialized))
+
+
+def _record_when_initialized() -> None:
+    from torch.cuda import _lazy_call  # the rest of torch may not be imported yet
+
+    _lazy_call(begin)
+
+
+def begin() -> None:
+    """Record the lines of code that allocate memory from now on."""
+    import torch
+
+    try:
+        # Without the events of the past, whose number grows, and without the frames of C++, which take longer.
+        torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    except Exception as error:
+        log.debug("a lack of GPU memory will not be explained by lines of code: %s", error)
+
+
+def memory_record() -> dict[str, Any] | None:
+    """Return what holds the memory of the current GPU, as a record of `DeviceMemory`; None if torch does not say."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        snapshot = torch.cuda.memory._snapshot()
+        memory = DeviceMemory.of_snapshot(snapshot, torch.cuda.current_device(), free_bytes, total_bytes)
+    except Exception as error:  # the lack of memory is the error to report
+        log.debug("the lack of GPU memory is not explained by lines of code: %s", error)
+        return None
+    return memory.record()
+
+
+class _AfterImport(MetaPathFinder, Loader):
+    """Calls a function after the first import of a module, which others find and load."""
+
+    def __init__(self, module: str, function: Callable[[], None]) -> None:
+        self._module = module
+        self._function = function
+        self._loader: Any = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's spec, with this object as loader; None for another module."""
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None:
+            self._loader = spec.loader
+            spec.loader = self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as its own loader does."""
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, whose loader is its own from then on, and call the function."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._function()
