@@ -25,7 +25,7 @@ from hpcdist.host.machine import num_cores
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_TESTS = (
     "unit/data/test_images.py", "unit/checkpoint/test_saver.py", "unit/checkpoint/test_conversion.py",
-    "unit/rank/test_telemetry.py", "multiproc/test_rpc.py",
+    "unit/rank/test_memory_history.py", "unit/rank/test_telemetry.py", "multiproc/test_rpc.py",
 )  # fmt: skip
 #: Packages of the extra `train` that shipped configs import.
 PACKAGES = {
@@ -273,10 +273,32 @@ def train(ctx, cfg):
         optimizer.step()
         ctx.log({"train/loss": 0.0})
 """
+#: A script that keeps the output of each step, and so what the backward pass needs.
+KEEPS_OUTPUTS = """
+import torch
+
+
+def build():
+    return torch.nn.Sequential(*(torch.nn.Linear(8192, 8192) for _ in range(8))).cuda()
+
+
+def step(model, optimizer):
+    output = model(torch.randn(4096, 8192, device="cuda"))
+    output.square().mean().backward(retain_graph=True)
+    optimizer.step()
+    return output
+
+
+model = build()
+optimizer = torch.optim.AdamW(model.parameters())
+outputs = []
+while True:
+    outputs.append(step(model, optimizer))
+"""
 
 
 def memory(device: str, folder: Path) -> bool:
-    """Exhaust the memory of the GPU in a run with `launch.fit_batch`, and one without it as the control."""
+    """Exhaust the GPU's memory in a script, in a run with `launch.fit_batch`, and in one without it as the control."""
     del folder
     if device == "cpu":
         say(memory="not run: needs a GPU")
@@ -289,8 +311,24 @@ def memory(device: str, folder: Path) -> bool:
         control, reason = finishes(["memory.yaml", "name=control", *arguments], Path(place))
         fitted, last = finishes(["memory.yaml", "name=fitted", *arguments, "launch.fit_batch=true"], Path(place))
         number = json.loads(next(Path(place, "runs").glob("*/fitted/fitted_batch.json")).read_text()) if fitted else {}
+        (Path(place) / "keeps_outputs.py").write_text(KEEPS_OUTPUTS)
+        script = ["trainer.script=[keeps_outputs.py]", "name=script", "launch.num_ranks=1", "launch.max_restarts=0"]
+        full, _ = finishes([*script, f"runs_dir={place}/runs", "tracking.uri=''"], Path(place))
+        held = {name: memory_lines(Path(place, "runs"), name) for name in ("control", "script")}
+    say(**{f"memory of {name}": lines for name, lines in held.items()})
     say(without_fit_batch="finished" if control else f"failed: {reason}", with_fit_batch=last, fitted=number)
-    return fitted and not control
+    named = any("step (keeps_outputs.py:10)" in line for line in held["script"])
+    return fitted and not control and not full and named
+
+
+def memory_lines(runs: Path, name: str) -> list[str]:
+    """Return what `hpcdist explain` says about the memory of a run's GPU."""
+    (run,) = runs.glob(f"*/{name}")
+    command = [sys.executable, "-m", "hpcdist", "explain", str(run), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout + done.stderr, flush=True)
+    lines: list[str] = json.loads(done.stdout)["memory"]
+    return lines
 
 
 def scripts(device: str, folder: Path) -> bool:

@@ -1,6 +1,6 @@
-"""Parts of a GPU session that test single mechanisms: step timer, hang diagnostics and communication.
+"""Parts of a GPU session that test single mechanisms: step timer, hang diagnostics, history of memory, communication.
 
-    python benchmarks/gpu_probes.py timer|hang|comm cuda|cpu
+    python benchmarks/gpu_probes.py timer|hang|history|compiled|comm cuda|cpu
 
 Each part prints JSON objects, one per line, as soon as a figure is known. The exit code is 1 if something failed.
 """
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcdist.host.json_files import read_json
+from hpcdist.rank import memory_history
 from hpcdist.rank.step_timing import EventClock, HostClock, StepTimer, TimedDDP
 from hpcdist.review.explain import first_match
 from hpcdist.run.folder import RunDir
@@ -186,6 +187,149 @@ def hang(device: torch.device, folder: Path) -> bool:
     return done.returncode == 1 and said and "hung_trainer.py" in stacks and bool(waiting)
 
 
+# --- history of a GPU's memory
+
+
+#: Sizes of a training step: width, depth, samples, and steps of a round.
+HISTORY_SIZES = {"many small kernels": (64, 8, 2, 60), "large kernels": (2048, 8, 16, 12)}
+#: The history is on in every other round; the first two warm up.
+HISTORY_ROUNDS = 14
+
+
+def history(device: torch.device, folder: Path) -> bool:
+    """Measure a training step with the history of allocations over one without, in turn."""
+    del folder
+    sizes, num_rounds = HISTORY_SIZES, HISTORY_ROUNDS
+    if device.type == "cpu":
+        sizes, num_rounds = {"many small kernels": (16, 1, 1, 2)}, 4
+    for name, (width, depth, batch, num_steps) in sizes.items():
+        step = training_step(device, width, depth, batch)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(num_rounds):
+            with_history = number % 2 == 0
+            set_history(device, on=with_history)
+            taken = timed_steps(device, step, num_steps)
+            if number >= 2:
+                seconds[with_history].append(taken)
+        set_history(device, on=False)
+        with_s, without_s = statistics.median(seconds[True]), statistics.median(seconds[False])
+        pairs = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
+        say(**{
+            f"{name}: step, ms": 1e3 * without_s,
+            f"{name}: with history over without": with_s / without_s,
+            f"{name}: ratios of pairs": [round(pair, 4) for pair in sorted(pairs)],
+            f"{name}: allocations a step": allocations(device, step),
+        })  # fmt: skip
+    return True
+
+
+def training_step(device: torch.device, width: int, depth: int, batch: int) -> Callable[[], None]:
+    """Return a step of a transformer in bf16, without compilation: each operator allocates its result."""
+    layers = [nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True) for _ in range(depth)]
+    model = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randn(batch, 512, width, device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def set_history(device: torch.device, *, on: bool) -> None:
+    """Turn the history of allocations on, as in a rank, or off."""
+    if device.type == "cuda" and on:
+        memory_history.begin()
+    elif device.type == "cuda":
+        torch.cuda.memory._record_memory_history(None)
+
+
+def timed_steps(device: torch.device, step: Callable[[], None], number: int) -> float:
+    """Return the seconds of a step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(number):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / number
+
+
+def allocations(device: torch.device, step: Callable[[], None]) -> int:
+    """Return the number of allocations of a step; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    step()
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+
+
+# --- compiled code
+
+
+#: The first step of a rank: the import of torch is over, the cache of this process and its archive are folders.
+COMPILED_STEP = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from hpcdist.rank.compile_cache import kept
+store, local, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+device = torch.device(kind)
+torch.zeros(1, device=device)
+model, tokens = nn.Linear(8, 8), torch.randn(4, 8)
+if kind == "cuda":
+    layers = [nn.TransformerEncoderLayer(1024, 8, dropout=0.0, batch_first=True) for _ in range(8)]
+    model, tokens = nn.Sequential(*layers).to(device), torch.randn(4, 128, 1024, device=device)
+began = time.perf_counter()
+with kept(store, local):
+    loss = torch.compile(model)(tokens).square().mean()
+    loss.backward()
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    from torch._dynamo.utils import counters
+    found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    found |= {f"autograd_{name}": counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss")}
+saved_s = time.perf_counter() - began - seconds
+kernels = len([*local.rglob("*.cubin"), *local.rglob("*.so")])
+print(json.dumps({
+    "seconds": seconds, "caches": found, "kernels": kernels, "saved_s": saved_s,
+    "archive_mb": sum(path.stat().st_size for path in store.glob("*.zip")) / 1e6,
+}))
+"""
+
+
+def compiled(device: torch.device, folder: Path) -> bool:
+    """Measure the first compiled step on a new node, on another node with the archive, and on a third one without."""
+    for name in ("store", "empty", "first", "second", "third"):
+        (folder / name).mkdir(mode=0o700)
+    # Another process may have compiled for this machine: all caches are in new folders.
+    env = {**os.environ, "TMPDIR": str(folder)}
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        env.pop(variable, None)
+    found = {}
+    for name, store, local in (
+        ("cold", "store", "first"),
+        ("archive", "store", "second"),
+        ("cold again", "empty", "third"),
+    ):
+        command = [sys.executable, "-c", COMPILED_STEP, str(folder / store), str(folder / local), device.type]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        print(done.stdout + done.stderr, flush=True)
+        if done.returncode != 0:
+            return False
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        say(**{f"{name}: {key}": value for key, value in found[name].items()})
+    say(archive_over_cold=found["archive"]["seconds"] / found["cold"]["seconds"])
+    return all(found["archive"]["caches"][name] == 0 for name in ("miss", "autograd_miss"))
+
+
 # --- communication
 
 
@@ -260,7 +404,9 @@ def measure_comm(backend: str, device: torch.device, folder: Path, world_size: i
     return all(process.returncode == 0 for process in ranks), output
 
 
-PARTS: dict[str, Callable[[torch.device, Path], bool]] = {"timer": timer, "hang": hang, "comm": comm}
+PARTS: dict[str, Callable[[torch.device, Path], bool]] = {
+    "timer": timer, "hang": hang, "history": history, "compiled": compiled, "comm": comm,
+}  # fmt: skip
 
 
 def main() -> int:
