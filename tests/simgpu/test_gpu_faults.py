@@ -99,6 +99,30 @@ def test_full_memory_is_explained(runs: Runs, cell: Cell) -> None:
     fill(cell, runs, "full", "GPU memory full")
 
 
+KEEPS = """\
+import torch
+
+
+def keep(held):
+    while True:
+        held.append(torch.empty(2**20, device="cuda"))
+
+
+keep([])
+"""
+
+
+def test_script_that_fills_a_gpu_learns_which_line_did(runs: Runs) -> None:
+    (runs.project / "keeps.py").write_text(KEEPS)
+    words = ("run", "experiment=digits", "name=keeps", "launch.num_ranks=1", "launch.max_restarts=0", "keeps.py")
+    code, output = runs.command(*words, SIMGPU_MEMORY_MB="64", **runs.unshipped)
+    assert code == 1, output
+    text = explain(runs, "keeps")
+    assert re.search(
+        r"^memory: .* of 64 MiB of GPU 0\nmemory: .* blocks of at most 4 MiB: keep \(keeps\.py:6\)$", text, re.M
+    )
+
+
 def test_late_copies_leave_checkpoints_as_they_are(runs: Runs) -> None:
     """A checkpoint after each step is copied to pinned memory while the next step changes the weights."""
     every_step = ("checkpoint.every_steps=1", "checkpoint.keep_last=20", "stop.max_steps=12")
