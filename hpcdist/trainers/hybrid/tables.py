@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.initial_weights import initial_weights
-from hpcdist.checkpoint.sharded import Box, Key, Target
+from hpcdist.checkpoint.sharded import Box, Key, Target, copy_overlap
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.roles import share_of
@@ -238,23 +238,16 @@ class TableShard:
     def _load_table(self, table: str, shard: Mapping[str, Any]) -> int:
         """Load the rows of a table that this server and the shard have in common; return their number."""
         name = weight_name(table)
-        span = self._spans[table]
         rows = shard["model"][name]
         offset, shape = shard["boxes"][name]
-        first, total = offset[0], shape[0]
-        if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
-            size = f"{total} × {rows.shape[1]}"
+        if tuple(shape) != (self._layout.tables[table], self._layout.dim):
+            size = " × ".join(map(str, shape))
             raise CheckpointError(f"the checkpoint's table {table!r} has another size: {size}")
-        begin = max(span.start, first)
-        end = min(span.stop, first + len(rows))
-        if begin >= end:
-            return 0
-        here = slice(begin - span.start, end - span.start)
-        there = slice(begin - first, end - first)
-        self.table_rows(table)[here] = rows[there]
+        own_offset = (self._spans[table].start, 0)
         for key, matrix in self.optimizer.state.items():
-            self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
-        return int(end - begin)
+            own_state = Target(self.table_rows(table, matrix), own_offset)
+            copy_overlap(shard["trainer"]["state"][name][key], offset, own_state)
+        return copy_overlap(rows, offset, Target(self.table_rows(table), own_offset)) // self._layout.dim
 
 
 def weight_name(table: str) -> str:
