@@ -45,6 +45,13 @@ def observe() -> dict[str, Any]:
         gradients.append(torch.cat([rows.grad.cpu(), norm.weight.grad.cpu()[None]]))
     found["gradients of a norm"] = float((gradients[0] - gradients[1]).abs().max())
 
+    joined = []
+    for device in ("cpu", "cuda"):
+        rows_of_two_types = [torch.arange(6.0).view(3, 2).to(device), torch.ones(2, 2, dtype=torch.bfloat16).to(device)]
+        joined.append(torch.zeros(2, 6, device=device))
+        torch.ops.fsdp.chunk_cat_mixed_dtype(rows_of_two_types, dim=0, num_chunks=2, out=joined[-1])
+    found["gradients of two types"] = float((joined[0] - joined[1].cpu()).abs().max())
+
     second = torch.cuda.Stream()
     for is_ordered in (True, False):
         buffer.copy_(ones, non_blocking=True)
@@ -71,6 +78,7 @@ def test_simulation_shows_what_a_gpu_would(gpus: Path) -> None:
     assert found["before the event"] == [False, 0]
     assert found["after the event"] == [True, 1000, True]
     assert found["gradients of a norm"] < 1e-6
+    assert found["gradients of two types"] == 0
     assert found["races, ordered: True"] == []
     (race,) = found["races, ordered: False"]
     assert race.startswith("RACE: add_ writes on stream 1 what copy reads on stream 0, without an order between them")

@@ -33,11 +33,6 @@ ROLES = {
 }
 
 KINDS = [pytest.param(kind, marks=SLOW) for kind in ("ddp", *ROLES)]
-#: Trainers whose ranks are killed; `make slow` leaves those with RPC to `make faults`.
-KILLED = [
-    *(pytest.param(kind, marks=SLOW) for kind in ("ddp", "pipeline")),
-    *(pytest.param(kind, marks=pytest.mark.faults) for kind in ("rl", "rnn", "hybrid")),
-]
 
 
 @cache
@@ -73,7 +68,7 @@ def test_stopped_run_resumes_exactly(
     fill(cell, runs, name, gpus, ROLES.get(kind, (2,))[0])
 
 
-@pytest.mark.parametrize("kind", KILLED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_run_restarts_exactly_after_a_rank_is_killed(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
