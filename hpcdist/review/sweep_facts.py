@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.host.json_files import read_json
-from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, state_at, status_line
+from hpcdist.review.description import fitted, setup_rows, setup_table, state_at, status_line
 from hpcdist.review.facts import (
     best_checkpoint,
     is_hidden,
@@ -21,17 +21,16 @@ from hpcdist.review.facts import (
     read_facts,
     readable,
 )
-from hpcdist.review.ledger import Ledger
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
 from hpcdist.review.ranking import Measure, Ranking, Result, Row, make_rows, measure_in
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.review.verdict import Measured, Verdict
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
+from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of
 from hpcdist.run.training_record import DatasetRecord
 
-#: Rows of cells that are tried until a description fits.
-_KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
+#: Rows of the table that are tried until a description fits.
+_KEPT_ROWS = (1000, 100, 60, 40, 20, 10, 5)
 #: With one of these keys swept, cells are evaluated on different data.
 _DATA_KEYS = frozenset({"data.name", "data.root", "data.num_samples", "data.num_classes"})
 
@@ -120,7 +119,7 @@ class SweepFacts:
             return None
         return self.ranking.rows[0]
 
-    @property
+    @cached_property
     def against_best(self) -> dict[str, Verdict]:
         """The verdicts on the other settings, without seeds the cells, against the best one; empty if it is unknown."""
         if self.best is None:
@@ -136,11 +135,17 @@ class SweepFacts:
         return self.ranking.beside_next
 
     @property
+    def verdict_texts(self) -> dict[str, str]:
+        """The verdicts of `against_best` as text, with `the best` for the best one."""
+        texts = {name: verdict.text for name, verdict in self.against_best.items()}
+        if self.best is not None and texts:
+            texts[self.best.best.name] = "the best"
+        return texts
+
+    @property
     def setting_rows(self) -> list[tuple[str, str, str, str]]:
         """A row for each of `settings`: label, mean with deviation, verdict against the best one, number of cells."""
-        verdicts = {name: verdict.text for name, verdict in self.against_best.items()}
-        if self.best is not None and verdicts:
-            verdicts[self.best.best.name] = "the best"
+        verdicts = self.verdict_texts
         rows = []
         for row in self.settings:
             name = row.best.name
@@ -249,7 +254,6 @@ def sweep_setup(facts: SweepFacts, sweep: SweepDir) -> list[tuple[str, list[str]
 
 def describe_sweep(
     facts: SweepFacts,
-    ledger: Ledger,
     setup: Sequence[tuple[str, Sequence[str]]] = (),
     *,
     cost: str = "",
@@ -257,10 +261,11 @@ def describe_sweep(
     max_chars: int,
     now: float | None = None,
 ) -> str:
-    """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first.
+    """Return the description of a sweep, at most `max_chars` long: the worst settings are left out first.
+
+    Its cost by cause is in the report, and each cell is a run of its own below it in MLflow.
 
     Args:
-        ledger: of all cells together.
         setup: of the first cell; other cells may differ in it by the swept keys.
     """
 
@@ -270,10 +275,8 @@ def describe_sweep(
         yield from _sweep_sections(facts, cost, report, num_kept, state_at(facts.state, when))
         if setup:
             yield f"### Setup of {escaped(facts.cells[0].label, 100)}\n\n" + setup_table(setup)
-        if ledger.entries:
-            yield "### Cost\n\n" + cost_text(ledger)
 
-    return fitted(sections, _KEPT_CELLS, max_chars)
+    return fitted(sections, _KEPT_ROWS, max_chars)
 
 
 def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as_of: str) -> Iterator[str]:
@@ -288,12 +291,7 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as
     if parts:
         yield " · ".join(parts)
     yield as_of
-    if facts.settings:
-        columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Against the best", "Cells")
-        yield table(columns, facts.setting_rows[:num_kept])
-        # Without a heading, MLflow shows the two tables as one.
-        yield "### Runs"
-    yield _cell_table(facts, num_kept)
+    yield _table(facts, num_kept)
 
 
 def _best_line(facts: SweepFacts, best: Row) -> str:
@@ -308,24 +306,31 @@ def _best_line(facts: SweepFacts, best: Row) -> str:
     return line
 
 
-def _cell_table(facts: SweepFacts, num_kept: int) -> str:
-    """Return a row for each cell, the best first."""
-    cells = facts.ranked_cells
-    head = ["Run", *facts.keys]
-    if facts.monitor:
-        head += [facts.monitor, "Step"]
-    head.append("State")
+def _table(facts: SweepFacts, num_kept: int) -> str:
+    """Return a row for each setting, without seeds for each cell: the best one first, those without a value last."""
+    states: dict[str, Counter[str]] = {}
+    for cell in facts.cells:
+        states.setdefault(setting_of(cell.values), Counter())[cell.status] += 1
+    pages = {cell.label: cell.page for cell in facts.cells}
+    verdicts = facts.verdict_texts
     rows = []
-    for cell in cells[:num_kept]:
-        row: list[str] = [link(escaped(cell.label, 100), cell.page)]
-        row += [escaped(text_of(cell.values.get(key)), 60) for key in facts.keys]
-        if facts.monitor:
-            row.append("" if cell.metric is None else f"{cell.metric:.6g}")
-            row.append("" if cell.step is None else f"{cell.step:,}")
-        row.append(cell.status)
-        rows.append(row)
-    text = table(head, rows)
-    left_out = len(cells) - num_kept
+    for row in facts.ranking.rows:
+        name = row.best.name
+        title = link(escaped(name, 100), pages.get(name, ""))
+        rows.append((title, row.value_text, verdicts.get(name, ""), row.steps_text, _counted(states.pop(name))))
+    for name, counts in states.items():
+        title = link(escaped(name, 100), pages.get(name, ""))
+        rows.append((title, "", "", "", _counted(counts)))
+    first = "Setting" if facts.has_seeds else "Run"
+    text = table((first, facts.monitor or "Value", "Against the best", "At step", "State"), rows[:num_kept])
+    left_out = len(rows) - num_kept
     if left_out > 0:
-        text += f"\n\n{left_out} more cells"
+        text += f"\n\n{left_out} more"
     return text
+
+
+def _counted(states: Counter[str]) -> str:
+    """Return `finished` for a single cell, and `1 failed, 2 finished` for several ones."""
+    if states.total() == 1:
+        return next(iter(states))
+    return ", ".join(f"{number} {status}" for status, number in sorted(states.items()))

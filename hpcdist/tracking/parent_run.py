@@ -7,7 +7,7 @@ from typing import Self
 from hpcdist.host.files import write_atomic
 from hpcdist.host.json_files import read_json
 from hpcdist.host.locks import long_lock
-from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, together
+from hpcdist.review.ledger import Ledger, cost_of, ledgers_of
 from hpcdist.review.markdown import run_page
 from hpcdist.review.sweep_facts import SweepFacts, describe_sweep, read_sweep_facts, sweep_setup
 from hpcdist.run.folder import ENDED, RunDir
@@ -93,8 +93,7 @@ class ParentRun:
             cost = f"`hpcdist cost {self._sweep.name}` lists it by run"
             if total:
                 cost = f"{total}; {cost}"
-            ledger = together(spent.values())
-            text = describe_sweep(facts, ledger, setup, cost=cost, report=report, max_chars=MAX_DESCRIPTION)
+            text = describe_sweep(facts, setup, cost=cost, report=report, max_chars=MAX_DESCRIPTION)
             set_note(opened, text)
             if facts.is_best and facts.best is not None:
                 best = f"{facts.best.value_text}: {facts.best.best.name}"

@@ -15,7 +15,6 @@ from command_line import Cli, Ends, one_line
 from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
 from hpcdist.host.json_files import write_json
-from hpcdist.review.ledger import Ledger
 from hpcdist.review.sweep_facts import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.run_parameters import parameters
@@ -91,9 +90,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
 
     sweep = SweepDir(Path("runs/hpcdist", name))
     facts = read_sweep_facts(sweep, sweep.read_state())
-    assert "Best cell: lr\\=0\\.1 with **loss = 0.25** (lowest is best)" in describe_sweep(
-        facts, Ledger(), max_chars=8000
-    )
+    assert "Best cell: lr\\=0\\.1 with **loss = 0.25** (lowest is best)" in describe_sweep(facts, max_chars=8000)
 
     # A later command adds a value; its cells have other arguments, but it is the same sweep.
     result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.001", "--dry-run")

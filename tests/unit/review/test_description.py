@@ -320,22 +320,26 @@ def test_text_of_users_has_no_meaning_in_markdown() -> None:
 
 def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     cells = [
-        CellFacts(values={"seed": seed, "optim.lr": lr}, label=f"seed={seed} lr={lr}", status="finished", metric=value)
+        CellFacts(
+            values={"seed": seed, "optim.lr": lr},
+            label=f"seed={seed} lr={lr}",
+            status="failed" if value is None else "finished",
+            metric=value,
+        )
         for lr, values in ((0.1, (0.99, 0.90, 0.93)), (0.2, (0.95, 0.96, 0.94)), (0.3, (0.5, None, None)))
         for seed, value in enumerate(values)
     ]
     state = State(status="finished", reason="9 cells", ended=1600.0)
     keys = ("seed", "optim.lr")
     facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
-    text = plain(describe_sweep(facts, Ledger(), max_chars=8000))
+    text = plain(describe_sweep(facts, max_chars=8000))
     assert text.startswith(
         "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 s.d. (n=3)** (highest is best), "
         "within noise of lr=0.1\n\nState at 1970-01-01 00:26 UTC, when it ended.\n\n"
-        "| Setting | eval/acc: mean ± s.d. (n seeds) | Against the best | Cells |\n| --- | --- | --- | --- |\n"
-        "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | the best | 3 |\n"
-        "| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | within noise (-0.01) | 3 |\n"
-        "| lr=0.3 | 0.5 (n=1) | too few seeds (-0.45) | 3 |\n\n### Runs\n\n"
-        "| Run | seed | optim.lr | eval/acc | Step | State |\n"
+        "| Setting | eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
+        "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | the best |  | 3 finished |\n"
+        "| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | within noise (-0.01) |  | 3 finished |\n"
+        "| lr=0.3 | 0.5 (n=1) | too few seeds (-0.45) |  | 2 failed, 1 finished |"
     )
     assert "Best cell" not in text
     assert [one.row[1:] for one in compare_settings(facts)] == [
@@ -371,26 +375,28 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     ]
     state = State(status="running", reason="3 cells: 1 failed, 1 finished, 1 running")
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
-    assert plain(describe_sweep(facts, Ledger(), max_chars=8000, now=2300.0)) == (
+    assert plain(describe_sweep(facts, max_chars=8000, now=2300.0)) == (
         "**running**: 3 cells: 1 failed, 1 finished, 1 running\n\n"
         "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best), too few seeds to tell from lr=0.2\n\n"
         "State at 1970-01-01 00:38 UTC.\n\n"
-        "| Run | optim.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
-        "| [lr=0.3](#/b) | 0.3 | 0.75 | 20 | finished |\n"
-        "| [lr=0.2](#/a) | 0.2 | 0.5 | 10 | finished |\n"
-        "| lr=0.1 | 0.1 |  |  | failed |"
+        "| Run | eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
+        "| [lr=0.3](#/b) | 0.75 | the best | 20 | finished |\n"
+        "| [lr=0.2](#/a) | 0.5 | too few seeds (-0.25) | 10 | finished |\n"
+        "| lr=0.1 |  |  |  | failed |"
     )
-    lowest = describe_sweep(replace(facts, monitor_mode="min"), Ledger(), max_chars=8000)
+    lowest = describe_sweep(replace(facts, monitor_mode="min"), max_chars=8000)
     assert "Best cell: [lr\\=0\\.2](#/a)" in lowest
     stopped = replace(facts, state=State(status="stopped", reason="everything saved"))
-    assert describe_sweep(stopped, Ledger(), max_chars=8000).startswith("**stopped**: everything saved\n")
-    spent = Ledger(entries=(Entry(cause="start", attempt=1, node="n1", seconds=3600.0),))
-    with_setup = plain(describe_sweep(facts, spent, [("Data", ["digits (test)", "letters"])], max_chars=8000))
+    assert describe_sweep(stopped, max_chars=8000).startswith("**stopped**: everything saved\n")
+    with_setup = plain(describe_sweep(facts, [("Data", ["digits (test)", "letters"])], max_chars=8000))
     assert "\n\n### Setup of lr=0.1\n\n" in with_setup
-    assert "| **Data** | digits (test)<br>letters |\n\n### Cost\n\n**1 core-hours** allocated, " in with_setup
-    many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
-    text = describe_sweep(many, Ledger(), cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
+    assert with_setup.endswith("| **Data** | digits (test)<br>letters |")
+    numbered = [
+        replace(cells[1], name=f"c{number}", values={"optim.lr": number}, metric=float(number)) for number in range(500)
+    ]
+    many = replace(facts, cells=tuple(numbered))
+    text = describe_sweep(many, cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
     assert "Cost: 2 core\\-hours; `hpcdist cost tune` lists" in text
     assert len(text) <= 4000
-    assert "| 499&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text
-    assert text.endswith(" more cells")
+    assert "| lr\\=499&nbsp;&nbsp;| 499&nbsp;&nbsp;| the best&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text
+    assert text.endswith(" more")
