@@ -39,11 +39,10 @@ from hpcdist.review.facts import (
     best_checkpoint,
     end_of_traceback,
     last_beat,
+    median_speeds,
     read_attempts,
     read_checkpoints,
-    read_facts,
     readable,
-    with_speeds,
 )
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.run import status as run_status
@@ -331,8 +330,7 @@ def _with_median_speeds(run: RunDir, metrics: Mapping[str, float]) -> dict[str, 
     """Return the last values of metrics, and of throughputs the median of the run, as all pages show it."""
     from hpcdist.tracking.series import read_series
 
-    facts = readable(lambda: with_speeds(read_facts(run), read_series(run)))
-    speeds = {} if facts is None else facts.speeds
+    speeds = readable(lambda: median_speeds(read_series(run))) or {}
     values = {}
     for key, value in metrics.items():
         if key in speeds:

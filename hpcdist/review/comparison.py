@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from hpcdist.errors import duration, few, plural
 from hpcdist.host.retry import retry
 from hpcdist.review.description import setup_rows
-from hpcdist.review.facts import RunFacts, Series, is_hidden, lost_text, read_environment
+from hpcdist.review.facts import RunFacts, Series, is_hidden, lost_text, median_speeds, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.markdown import clock, text_of
 from hpcdist.review.svg import number
@@ -73,10 +73,6 @@ def _has_subkey(name: str, names: Iterable[str]) -> bool:
     return any(other.startswith(f"{name}.") for other in names)
 
 
-#: Metrics that count something per second, whose medians are compared.
-_SPEED = re.compile(r"(?!system/|comm/).*(^|_|/)per_(s|sec|second)(?=, median|$)")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComparedValue:
     """A value of a run against that of the first run."""
@@ -120,15 +116,13 @@ def _compare_best(facts: Mapping[str, RunFacts]) -> Iterator[ComparedValue]:
 
 def _compare_speeds(series: Mapping[str, Mapping[str, Series]], base: str) -> Iterator[ComparedValue]:
     """Yield the median speeds of all runs, with their differences from the run `base`."""
-    keys = dict.fromkeys(key for by_key in series.values() for key in sorted(by_key) if _SPEED.fullmatch(key))
-    for key in keys:
-        medians = {}
-        for label, by_key in series.items():
-            median = by_key[key].median if key in by_key else None
-            if median is not None:
-                medians[label] = median
-        before = medians.get(base)
-        for label, median in medians.items():
+    speeds = {label: median_speeds(by_key) for label, by_key in series.items()}
+    for key in dict.fromkeys(key for medians in speeds.values() for key in medians):
+        before = speeds[base].get(key)
+        for label, medians in speeds.items():
+            if key not in medians:
+                continue
+            median = medians[key]
             delta = None
             if before is not None and label != base:
                 delta = median - before

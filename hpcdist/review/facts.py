@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import statistics
 import sys
 from array import array
@@ -405,7 +406,7 @@ class RunFacts:
     datasets: tuple[DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
-    speeds: Mapping[str, float] = field(default_factory=dict)  #: medians of `train/…_per_s`, see `with_speeds`
+    speeds: Mapping[str, float] = field(default_factory=dict)  #: see `median_speeds`
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
     script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last
@@ -750,16 +751,14 @@ class Series:
         return statistics.median(self._sample) if self._sample else None
 
 
-def with_speeds(facts: RunFacts, series: Mapping[str, Series]) -> RunFacts:
-    """Return the facts with the throughput of a run: the median of what training has logged, as `compare` shows it."""
-    speeds = {}
-    for key in sorted(series):
-        if not key.startswith("train/") or not key.endswith("_per_s"):
-            continue
-        median = series[key].median
-        if median is not None:
-            speeds[key] = median
-    return replace(facts, speeds=speeds)
+#: Metrics that count something per second.
+_SPEED = re.compile(r"(?!system/|comm/)(.*[_/])?per_(s|sec|second)")
+
+
+def median_speeds(series: Mapping[str, Series]) -> dict[str, float]:
+    """Return the throughputs of a run by metric, each as the median of what was logged."""
+    medians = {key: series[key].median for key in sorted(series) if _SPEED.fullmatch(key)}
+    return {key: median for key, median in medians.items() if median is not None}
 
 
 def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, float]]:

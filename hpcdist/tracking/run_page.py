@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.review.description import describe
-from hpcdist.review.facts import RunFacts, interruptions, lost_text, read_facts, with_speeds
+from hpcdist.review.facts import RunFacts, interruptions, lost_text, median_speeds, read_facts
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.training_record import DatasetRecord
@@ -63,7 +63,7 @@ class RunPage:
         with as_tracking_error():
             facts = read_facts(self._run, state)
             if state.status in ENDED:  # a long journal takes seconds
-                facts = with_speeds(facts, read_series(self._run))
+                facts = replace(facts, speeds=median_speeds(read_series(self._run)))
             ledger = read_ledger(self._run)
             finding = _cause(self._run, state)
             text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION)
