@@ -31,7 +31,7 @@ from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
 from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, complete_checkpoints
 from hpcdist.run.config_origin import Override, read_origin
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
-from hpcdist.run.job_record import JobStart, all_job_starts
+from hpcdist.run.job_record import JobStart, all_job_starts, start_at
 from hpcdist.run.reached_steps import done_step, lost_steps
 from hpcdist.run.samples import HEAD_BYTES, MAX_RESULTS, parse_npy
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, devices_of, read_training
@@ -211,8 +211,7 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
         times = read_times(attempt)
         if times is None:
             continue
-        # The newest one: a start may begin in the second in which the one before ends.
-        start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
+        start = start_at(starts, times.supervised)
         if start is not None:
             last_attempts[start] = (attempt.number, times.status)
     ends = {}

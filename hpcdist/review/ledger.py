@@ -15,7 +15,7 @@ from hpcdist.host.json_files import LARGEST, read_json_lines
 from hpcdist.review.facts import read_attempts, read_checkpoints, readable
 from hpcdist.run.attempt_times import CAUSES, AttemptTimes, Cause, NodeShare, end_of, read_times
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.job_record import JobStart, all_job_starts
+from hpcdist.run.job_record import JobStart, all_job_starts, start_at
 from hpcdist.run.lease import holder
 
 #: One line for each cause; docs/concepts/ledger.md has the whole definitions.
@@ -247,8 +247,7 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
     groups: dict[JobStart | float, list[TimedAttempt]] = {start: [] for start in starts if start.ended is not None}
     for attempt in attempts:
         supervised = attempt.times.supervised
-        # The newest one: a start may begin in the second in which the one before ends.
-        start = next((start for start in reversed(starts) if start.contains(supervised)), None)
+        start = start_at(starts, supervised)
         if start is not None:
             groups.setdefault(start, []).append(attempt)
         else:

@@ -4,6 +4,7 @@ A job records its own start, and accounting completes the record (`status.py`).
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def all_job_starts(run: RunDir) -> list[JobStart]:
         for record in records.values():
             starts.append(fill(JobStart, record, run.path / "job.json"))
     return sorted(starts, key=lambda start: start.began)
+
+
+def start_at(starts: Sequence[JobStart], moment: float) -> JobStart | None:
+    """Return the newest start that contains a time: it may begin in the second in which the one before ends."""
+    return next((start for start in reversed(starts) if start.contains(moment)), None)
 
 
 def job_starts(run: RunDir) -> list[dict[str, Any]]:
