@@ -232,6 +232,8 @@ def _matrix(matrix: Matrix) -> Markup:
 
 #: Metrics that grow by the same amount in each step: their curves are straight lines.
 _COUNTERS = ("samples", "train/epoch")
+#: Metrics without a chart as long as they do not change.
+_CONSTANTS = ("world_size",)
 MAX_CHARTS = 24
 MAX_LINES = 8
 #: Points of a line are thinned to the lowest and highest of each of these columns.
@@ -256,19 +258,20 @@ def metric_charts(
     Args:
         series: the logged points by metric.
         declared: the patterns of metrics of each declared chart, by its title.
-        monitor: the primary metric. It has no chart here if it would be alone in it: see `primary_chart`.
+        monitor: the primary metric. It has no chart here if it would be alone in it: `primary_chart` has it.
         facts: of the run; with them, charts show where attempts begin.
     """
     keys_by_title = {title: _matching(series, patterns) for title, patterns in declared.items()}
     in_declared = {key for keys in keys_by_title.values() for key in keys}
-    without_chart = in_declared.union(_COUNTERS)
+    constant = {key for key in _CONSTANTS if key in series and series[key].lowest == series[key].highest}
+    without_chart = in_declared.union(_COUNTERS, constant)
     others = [key for key in series if not is_hidden(key) and key not in without_chart]
     groups: dict[str, list[str]] = {}
     for key in sorted(others, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(group_of(key), []).append(key)
     titles = [title for title in ranked(groups, group_of(monitor)) if groups[title] != [monitor]]
     draw = partial(_chart, series=series, facts=facts)
-    declared_charts = [draw(title, keys) for title, keys in keys_by_title.items() if keys]
+    declared_charts = [draw(title, keys) for title, keys in keys_by_title.items() if keys and keys != [monitor]]
     other_charts = [draw(title, groups[title]) for title in titles[:MAX_CHARTS]]
     return list(filter(None, declared_charts)), list(filter(None, other_charts))
 

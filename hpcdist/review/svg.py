@@ -13,11 +13,11 @@ from hpcdist.review.markdown import one_line
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 640, 230
-LEFT = 62
+WIDTH, HEIGHT = 640, 236
+LEFT = 74
 RIGHT = WIDTH - 12
 TOP = 10
-BOTTOM = HEIGHT - 36
+BOTTOM = HEIGHT - 42
 #: Share of the vertical axis that is free above and below the points.
 _Y_MARGIN = 0.04
 _RADIUS = 4

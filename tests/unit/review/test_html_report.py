@@ -12,11 +12,12 @@ from report_scene import ReportScene, failure, some_ledger
 
 from hpcdist.host.json_files import write_json
 from hpcdist.review import ledger, report
-from hpcdist.review.charts import line_chart
+from hpcdist.review.charts import line_chart, metric_charts
 from hpcdist.review.explain import explain
 from hpcdist.review.facts import Series
 from hpcdist.review.ledger import ledgers_of
 from hpcdist.review.report import render_report, render_sweep, write_report
+from hpcdist.review.svg import LEFT, RIGHT, TOP
 from hpcdist.review.sweep_facts import read_sweep_facts
 from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.figures import Curves, Histogram, Matrix, Text
@@ -158,8 +159,8 @@ def test_primary_metric_comes_first(scene: ReportScene) -> None:
     assert page.index("<h3>eval/accuracy</h3>") < page.index("<h2>Run</h2>")
     assert page.count("<h3>eval/accuracy</h3>") == 1, "it is not repeated among the other metrics"
     chart = page[: page.index("</svg>")]
-    left = 62 + (2 - 1) / (4 - 1) * (628 - 62)
-    assert f'class="band" d="M{left:.1f} 10H628.0V' in chart, "the second attempt from its first step"
+    left = LEFT + (2 - 1) / (4 - 1) * (RIGHT - LEFT)
+    assert f'class="band" d="M{left:.1f} {TOP}H{RIGHT}.0V' in chart, "the second attempt from its first step"
     assert 'class="dot"' in chart
     assert "best checkpoint: 0.8 at step 2" in Elements(page).text, "the legend"
     assert "<b>eval/accuracy 0.8 at step 2</b>" in page
@@ -250,6 +251,15 @@ def test_counters_have_no_chart_but_a_row_of_values(scene: ReportScene) -> None:
     page = page_of(scene)
     assert re.findall(r"<h3>(.*?)</h3>", page) == ["train/loss"]
     assert "<td>samples</td>" in page
+
+
+def test_primary_metric_and_constant_ranks_have_one_chart(scene: ReportScene) -> None:
+    scene.log({"eval/accuracy": [0.5, 0.6], "world_size": [2.0, 2.0]})
+    charts = metric_charts(read_series(scene.run), {"quality": ["eval/accuracy"]}, "eval/accuracy")
+    assert charts == ([], []), "the head of the page has the primary metric"
+    scene.log({"world_size": [3.0]}, attempt=2, first=3)
+    _, (changed,) = metric_charts(read_series(scene.run), {"quality": ["eval/accuracy"]}, "eval/accuracy")
+    assert changed.title == "world_size"
 
 
 def test_long_names_of_a_legend_are_below_each_other() -> None:
