@@ -158,7 +158,7 @@ def save_step(
         "num_trainers": ctx.roles.count("trainer"),
         "num_shares": part.samples.num_shares,
     }
-    model = nn.ModuleDict({"dense": part.model.module})  # the tables are in the shards of the servers
+    model = in_whole_model(part.model.module)  # the tables are in the shards of the servers
     ctx.save(step, model=model, trainer=state, local=part.meter.state_dict(), metrics=metrics, shard=Shard())
 
 
@@ -258,10 +258,9 @@ def open_dense_part(
     position = None
     if saved is None:  # the weights of `model.init_from`, of which servers load their rows
         initial = initial_weights(ctx.run, whole_on_meta(hybrid), cfg.model)
-        load_into(nn.ModuleDict({"dense": model.module}), initial)
+        load_into(in_whole_model(model.module), initial)
     else:
-        weights = {name.removeprefix("dense."): value for name, value in saved.model.items()}
-        model.module.load_state_dict(weights)
+        in_whole_model(model.module).load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         position = saved.trainer["position"]
     samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
@@ -374,7 +373,7 @@ def final_model(
         return None
     bag_size = (samples.example.shape[1] - hybrid.num_numeric) // len(layout.tables)
     model = ClickModel(hybrid, bag_size)
-    weights = {f"dense.{name}": value for name, value in dense.state_dict().items()}
+    weights = in_whole_model(dense).state_dict()
     for table in layout.tables:
         parts = rpc.call_all("parameter_server", "table_rows", table)
         weights[weight_name(table)] = torch.cat([part.result() for part in parts])
@@ -390,6 +389,11 @@ def dense_part(cfg: HybridConfig) -> nn.Sequential:
         layers += [nn.Linear(num_inputs, width), nn.ReLU()]
         num_inputs = width
     return nn.Sequential(*layers, nn.Linear(num_inputs, 1))
+
+
+def in_whole_model(dense: nn.Module) -> nn.Module:
+    """Return the dense part with the names that its weights have in `ClickModel`."""
+    return nn.ModuleDict({"dense": dense})
 
 
 def whole_on_meta(cfg: HybridConfig) -> nn.Module:

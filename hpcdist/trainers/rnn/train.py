@@ -94,7 +94,7 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     if saved is None:  # the weights of `model.init_from`, of which servers load their rows
         initial = initial_weights(ctx.run, whole_on_meta(cfg, vocab_size), cfg.model)
-        load_into(nn.ModuleDict({"lstm": lstm}), initial)
+        load_into(in_whole_model(lstm), initial)
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.roles.own_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(ctx, cfg, lstm, client, trainers, lstm_group)
@@ -180,8 +180,8 @@ def save_step(
     local: dict[str, Any] = {"meter": meter.state_dict()}
     if learner.state is not None:
         local["h"], local["c"] = learner.state
-    lstm = nn.ModuleDict({"lstm": learner.lstm})  # the tables are in the shards of the servers
-    ctx.save(step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
+    model = in_whole_model(learner.lstm)  # the tables are in the shards of the servers
+    ctx.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
 
 def max_in_flight(cfg: Config, progress: Progress, steps: Steps) -> int:
@@ -366,7 +366,7 @@ class Learner:
     def load(self, saved: Restored) -> None:
         """Load weights, optimizer and, if number and batch size of the trainers have not changed, the hidden state."""
         check_vocab_size(saved, self.client.vocab_size)
-        self.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
+        in_whole_model(self.lstm).load_state_dict(saved.model)
         self.optimizer.load_state_dict(saved.trainer["optimizer"])
         if saved.local is not None and "h" in saved.local and saved.local["h"].shape[1] == self._batch_size:
             self.state = saved.local["h"].to(self._device), saved.local["c"].to(self._device)
@@ -446,6 +446,11 @@ def build_lstm(cfg: RnnConfig) -> nn.LSTM:
     return nn.LSTM(cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=dropout)
 
 
+def in_whole_model(lstm: nn.LSTM) -> nn.Module:
+    """Return the LSTM with the names that its weights have in `LanguageModel`."""
+    return nn.ModuleDict({"lstm": lstm})
+
+
 def whole_on_meta(cfg: Config, vocab_size: int) -> LanguageModel:
     """Return the whole model without memory: its names and shapes."""
     with torch.device("meta"):
@@ -455,8 +460,7 @@ def whole_on_meta(cfg: Config, vocab_size: int) -> LanguageModel:
 def whole_model(cfg: Config, learner: Learner) -> LanguageModel:
     """Return the model with the weights of the trainers and the servers."""
     model = LanguageModel(cfg.section(RnnConfig), learner.client.vocab_size)
-    lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in learner.lstm.state_dict().items()}
-    model.load_state_dict({**lstm, **learner.client.weights()})
+    model.load_state_dict({**in_whole_model(learner.lstm).state_dict(), **learner.client.weights()})
     return model
 
 
