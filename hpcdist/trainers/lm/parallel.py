@@ -176,8 +176,8 @@ def clip_gradients(model: Decoder, max_norm: float | None) -> Tensor:
     """
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()  # before the clipping, whose arithmetic takes longer with a DTensor
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
     return norm
