@@ -3,16 +3,20 @@
     python benchmarks/lm.py [--rounds 8] [--steps 4] [--json]
 
 10 M parameters, two windows of 128 tokens per rank, single precision, clipping and fused AdamW in all. The loop of
-hpcdist reads windows from a file, logs each step and saves a checkpoint in each round. The bare loop has torch's
-functions alone, and its tokens in memory. Fabric shards by the same calls (ModelParallelStrategy); its loop has a data
-loader over tokens in memory, a line of its CSVLogger for each step, and a sharded checkpoint by `fabric.save` in each
-round. All run in the same two ranks and do one round in turn. CPU seconds of both ranks, with all threads, resolve more
-than times on a shared machine. The ratios are computed within each round; the results are medians.
+hpcdist reads windows from a file, logs each step and saves checkpoints. The bare loop has torch's functions alone, and
+its tokens in memory. Fabric shards by the same calls (ModelParallelStrategy); its loop has a data loader over tokens in
+memory, a line of its CSVLogger for each step, and sharded checkpoints by `fabric.save`.
+
+All run in the same two ranks and do one round of steps in turn. A save is measured apart, after the steps of its round,
+until it is on disk; a token has its share of it with a save every 100 steps, as `lm_small` does. CPU seconds of both
+ranks, with all threads, resolve more than times on a shared machine. The ratios are computed within each round; the
+results are medians.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,10 +51,19 @@ LR = 1e-3
 CONTENDERS = ("ours", "bare", "fabric")
 #: The package of a contender that needs one.
 PACKAGES = {"fabric": "lightning"}
+#: Steps between two saves, as in configs/lm_small.yaml.
+STEPS_PER_SAVE = 100
 
 
-def hpcdist_round(ctx: Context, cfg: Config, num_rounds: int, num_steps: int) -> Callable[[], None]:
-    """Return a function that does the steps of a round with the trainer's own functions."""
+class Contender(NamedTuple):
+    """One of the loops."""
+
+    do_steps: Callable[[], None]  #: the steps of a round
+    save: Callable[[], None]  #: saves a checkpoint, and waits until it is on disk
+
+
+def hpcdist_loop(ctx: Context, cfg: Config, num_rounds: int, num_steps: int) -> Contender:
+    """Return the loop with the trainer's own functions."""
     mesh = ctx.mesh(replicate=1, shard=-1, tensor=1)
     with torch.device("meta"):
         model = Decoder(SIZES, VOCAB_SIZE)
@@ -66,14 +79,18 @@ def hpcdist_round(ctx: Context, cfg: Config, num_rounds: int, num_steps: int) ->
     batches = Batches(Config(data=data, sections={"lm": lm}), mesh, TokenWindows(file, LENGTH, seed=0))
     steps = ctx.steps(num_rounds * num_steps, model=model, optimizer=optimizer)
 
-    def run() -> None:
+    def do_steps() -> None:
         for step in steps.until(steps.step + num_steps):
             passes = batches.of_step(step, ctx.device)
             loss_sum, num_windows, norm = train_step(model, optimizer, passes, next_token_loss, cfg.optim.max_grad_norm)
             ctx.log({"train/loss": float(loss_sum) / num_windows, "train/grad_norm": norm})
-        steps.save({"eval/loss": 0.0})
 
-    return run
+    def save() -> None:
+        steps.save({"eval/loss": 0.0})
+        ctx._shard_writer.wait()
+        ctx._saver.wait()
+
+    return Contender(do_steps, save)
 
 
 def sharded_by_hand(model: Decoder) -> Decoder:
@@ -83,15 +100,15 @@ def sharded_by_hand(model: Decoder) -> Decoder:
     return model
 
 
-def bare_round(cfg: Config, num_steps: int) -> Callable[[], None]:
-    """Return a function that does the steps of a round with torch's functions."""
+def bare_loop(cfg: Config, num_steps: int) -> Contender:
+    """Return the loop with torch's functions, which saves nothing."""
     model = Decoder(SIZES, VOCAB_SIZE)
     model.init_weights(0)
     sharded_by_hand(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     tokens = torch.randint(VOCAB_SIZE, (WINDOWS_PER_RANK, LENGTH + 1))
 
-    def run() -> None:
+    def do_steps() -> None:
         for _ in range(num_steps):
             loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
@@ -99,11 +116,11 @@ def bare_round(cfg: Config, num_steps: int) -> Callable[[], None]:
             optimizer.step()
             optimizer.zero_grad()
 
-    return run
+    return Contender(do_steps, save=lambda: None)
 
 
-def fabric_round(ctx: Context, cfg: Config, num_steps: int) -> Callable[[], None]:
-    """Return a function that does the steps of a round with Lightning Fabric, as in its documentation.
+def fabric_loop(ctx: Context, cfg: Config, num_steps: int) -> Contender:
+    """Return the loop with Lightning Fabric, as in its documentation.
 
     Source: https://lightning.ai/docs/fabric/stable/advanced/model_parallel/tp_fsdp.html
     """
@@ -116,6 +133,7 @@ def fabric_round(ctx: Context, cfg: Config, num_steps: int) -> Callable[[], None
         lambda model, _mesh: sharded_by_hand(model), data_parallel_size=NUM_RANKS, tensor_parallel_size=1
     )
     logger = CSVLogger(ctx.run.path, flush_logs_every_n_steps=1)
+    os.environ["LOCAL_RANK"] = str(ctx.rank)  # with it, Fabric takes this process as a rank instead of starting its own
     fabric = Fabric(accelerator="cpu", devices=NUM_RANKS, strategy=strategy, loggers=logger)
     fabric.launch()
     decoder = Decoder(SIZES, VOCAB_SIZE)
@@ -132,7 +150,7 @@ def fabric_round(ctx: Context, cfg: Config, num_steps: int) -> Callable[[], None
     batches = endless()
     step = 0
 
-    def run() -> None:
+    def do_steps() -> None:
         nonlocal step
         for _ in range(num_steps):
             (tokens,) = next(batches)
@@ -143,29 +161,36 @@ def fabric_round(ctx: Context, cfg: Config, num_steps: int) -> Callable[[], None
             optimizer.zero_grad()
             step += 1
             fabric.log_dict({"train/loss": loss, "train/grad_norm": norm.full_tensor()}, step)
+
+    def save() -> None:
         fabric.save(ctx.run.path / "fabric", {"model": model, "optimizer": optimizer, "step": step})
 
-    return run
+    return Contender(do_steps, save)
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Write the CPU seconds of both ranks by contender and round to `params.out`."""
+    """Write the CPU seconds of both ranks for steps and save, by contender and round, to `params.out`."""
     num_rounds, num_steps = cfg.params["rounds"] + 1, cfg.params["steps"]
-    contenders = {"ours": hpcdist_round(ctx, cfg, num_rounds, num_steps), "bare": bare_round(cfg, num_steps)}
+    contenders = {"ours": hpcdist_loop(ctx, cfg, num_rounds, num_steps), "bare": bare_loop(cfg, num_steps)}
     if "fabric" in cfg.params["contenders"]:
-        contenders["fabric"] = fabric_round(ctx, cfg, num_steps)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        contenders["fabric"] = fabric_loop(ctx, cfg, num_steps)
+
+    def cpu_seconds(work: Callable[[], None]) -> float:
+        ctx.groups.barrier()
+        began = time.process_time()
+        work()
+        (total,) = ctx.groups.sum([time.process_time() - began])
+        return total
+
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(num_rounds):
         names = list(contenders)
         if number % 2:
             names.reverse()
         for name in names:
-            ctx.groups.barrier()
-            began = time.process_time()
-            contenders[name]()
-            (total,) = ctx.groups.sum([time.process_time() - began])
+            times = (cpu_seconds(contenders[name].do_steps), cpu_seconds(contenders[name].save))
             if number:  # the first round does not count
-                seconds[name].append(total)
+                seconds[name].append(times)
     if ctx.is_main:
         Path(cfg.params["out"]).write_text(json.dumps(seconds))
 
@@ -192,14 +217,20 @@ def main() -> int:
             print(done.stdout + done.stderr, file=sys.stderr)
             return done.returncode
         seconds = json.loads(out.read_text())
-    num_tokens = options.steps * NUM_RANKS * WINDOWS_PER_RANK * LENGTH
-    figures = {}
+    tokens_per_step = NUM_RANKS * WINDOWS_PER_RANK * LENGTH
+    figures: dict[str, float] = {}
+    per_token: dict[str, list[float]] = {}  # by contender, of each round, in µs
     for name in names:
-        figures[f"{name}_cpu_us_per_token"] = 1e6 * median(seconds[name]) / num_tokens
+        per_token[name] = []
+        for of_steps, of_save in seconds[name]:
+            of_step = of_steps / options.steps + of_save / STEPS_PER_SAVE
+            per_token[name].append(1e6 * of_step / tokens_per_step)
+        figures[f"{name}_cpu_us_per_token"] = median(per_token[name])
+        figures[f"{name}_save_cpu_ms"] = 1e3 * median([of_save for _, of_save in seconds[name]])
         if name != "ours":
-            figures[f"ours_over_{name}"] = median_ratio(seconds["ours"], seconds[name])
+            figures[f"ours_over_{name}"] = median_ratio(per_token["ours"], per_token[name])
     for name, value in figures.items():
-        print(f"{name:24}{value:8.3f}")
+        print(f"{name:24}{value:10.3f}")
     if options.json:
         print(json.dumps(figures))
     return 0

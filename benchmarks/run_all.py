@@ -173,7 +173,6 @@ BENCHMARKS = (
         "lm",
         (),
         (
-            # The goals of the issue are 0.98 and 1.0 of their speed.
             Figure("trainer `lm`: CPU time of a token over a bare FSDP2 loop", ("ours_over_bare",), target=1.02),
             Figure("trainer `lm`: CPU time of a token over Lightning Fabric", ("ours_over_fabric",), target=1.0),
         ),
