@@ -47,6 +47,7 @@ test: install ## every capability at least once
 
 slow: install ## further variants of what `make test` shows; CI runs both
 	bash scripts/test_packages.sh
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement docker/requirements-slow.txt
 	$(BIN)/python -m pytest -m 'slow or lost_night' -n $(WORKERS)
 
 faults: install ## all faults that a run must survive, with a table of them at the end

@@ -14,3 +14,4 @@ lock requirements-dev.txt pyproject.toml --extra train --extra dev --extra docs 
 lock requirements-build.txt docker/requirements-build.in "$@"
 lock requirements-mlflow.txt docker/requirements-mlflow.in "$@"
 lock requirements-sbom.txt docker/requirements-sbom.in "$@"
+lock requirements-slow.txt docker/requirements-slow.in --no-deps "$@"

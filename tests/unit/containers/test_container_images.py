@@ -65,7 +65,7 @@ def test_dockerfile_has_the_versions_of_hpcdist_and_cuda() -> None:
 
 
 def test_declared_packages_are_pinned_with_hashes() -> None:
-    for name in ("build", "mlflow", "sbom"):
+    for name in ("build", "mlflow", "sbom", "slow"):
         declared = (CHECKOUT / "docker" / f"requirements-{name}.in").read_text().splitlines()
         names = {line.partition("[")[0] for line in declared if not line.startswith(("#", "-"))}
         assert names <= pinned_packages(f"requirements-{name}.txt")

