@@ -231,7 +231,8 @@ def small_disk(tmp_path: Path, empty_database: Path) -> Iterator[Runs]:
 
 def test_run_resumes_after_a_full_disk(small_disk: Runs) -> None:
     name = "full-disk"
-    config = small_disk.config(name, *TRAINING, *HOLD_OVERRIDES, "launch.num_ranks=1", "data.batch_size=32")
+    one_rank = ("launch.num_ranks=1", "launch.num_threads=1", "data.batch_size=32")
+    config = small_disk.config(name, *TRAINING, *HOLD_OVERRIDES, *one_rank)
     process = small_disk.start("run", *config, **small_disk.unshipped)
     small_disk.wait_until_held(name, num_ranks=1)
     wait_for(lambda: small_disk.checkpoint_steps(name)[-2:] == [40, 45], "two checkpoints")
