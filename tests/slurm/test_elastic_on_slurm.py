@@ -50,7 +50,8 @@ def slow_slurm(runs: SlurmRuns) -> Iterator[None]:
 def control(slurm_runs: SlurmRuns) -> str:
     """Name of an undisturbed run of one rank on this machine."""
     name = "elastic-control"
-    code, output = slurm_runs.command("run", *slurm_runs.config(name, *ELASTIC, "launch.num_ranks=1"))
+    words = slurm_runs.config(name, *ELASTIC, "launch.num_ranks=1")
+    code, output = slurm_runs.command("run", *words, **slurm_runs.unshipped)
     assert code == 0, output
     code, output = slurm_runs.command("sync", name)
     assert code == 0, output

@@ -249,8 +249,9 @@ def boxed(request: pytest.FixtureRequest, runtime: RuntimeCase) -> Iterator[Faul
 
 @pytest.mark.parametrize("runtime", ONE_FORM, indirect=True, scope="module")
 def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    """Ranks that only count start in a third of the time."""
-    boxed.submit("counting", "preflight=on", *runtime.overrides, "trainer=counting:train", "params.until=20")
+    """One rank a node, and no training: the starts are most of the time."""
+    counting = ("trainer=counting:train", "params.until=20", "cluster.tasks_per_node=1", "launch.num_ranks=2")
+    boxed.submit("counting", "preflight=on", *runtime.overrides, *counting)
     state = boxed.runs.wait_end(boxed.name, boxed.job)
     assert (state.status, state.reason, state.attempt) == ("finished", "counted to 20", 1), state
     assert boxed.runs.checkpoint_steps(boxed.name) == [20]

@@ -149,7 +149,7 @@ def finished(slurm_runs: SlurmRuns, cases: list[Case]) -> dict[str, Finished]:
         runs.start_now(job)
     for case in cases:
         words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
-        code, output = runs.command("run", *words)
+        code, output = runs.command("run", *words, **runs.unshipped)
         assert code == 0, output
     return {case.trainer: wait_finished(runs, case, jobs[case.trainer], sockets[case.trainer]) for case in cases}
 
