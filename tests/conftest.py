@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from containers import Containers, missing_requirement
 from hpcdist_runs import create_database
 from io_faults import compile_library
@@ -38,6 +39,10 @@ _STEER_TESTS = (
 for _name in list(os.environ):
     if _name.startswith(("HPCDIST_", "SLURM_", "SBATCH_", "MLFLOW_")) and _name not in _STEER_TESTS:
         del os.environ[_name]
+# Threads of OpenMP wait for each other in loops: beside other workers, two threads take four times the processor time
+# of one. Programs that tests start inherit the variable; hpcdist sets that of ranks.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 #: A shell starts background processes with SIGINT ignored, nohup with SIGHUP. Child processes inherit that, so tests of
 #: signals would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
