@@ -99,7 +99,7 @@ def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, control_run: str) 
     assert {process.pid for process in descendants.processes} >= set(ranks)
     assert sum(command == "sleep 1000" for command in descendants.commands) == 2, descendants.commands
     process.kill()
-    descendants.wait_until_ended(300)  # the shipper among them, which uploads the end; minutes on a busy machine
+    descendants.wait_until_ended(600)  # the shipper among them, which uploads the end; minutes on a busy machine
     assert finish(process)[0] == -signal.SIGKILL
 
     code, output = runs.command("status", name)
