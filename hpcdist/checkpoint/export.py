@@ -5,7 +5,8 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +16,14 @@ from torch import nn
 from torch.fx.experimental import _config
 
 from hpcdist.checkpoint.sharded import is_sharded
-from hpcdist.checkpoint.store import CheckpointStore, Manifest
+from hpcdist.checkpoint.store import CheckpointStore, Manifest, free_space, save_file
 from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.trainer_declaration import Trainer
 from hpcdist.config.training_schema import HUGGING_FACE_CONFIG
 from hpcdist.config.written import StoredConfig
 from hpcdist.errors import ExportError
+from hpcdist.host import retry
 from hpcdist.host.image_identity import install_command
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.checkpoint_files import EXAMPLE_FILE, PROGRAM_FILE
@@ -254,8 +256,8 @@ def write_model(
     Args:
         stored: the config of the run, whose trainer may change the weights, and must know the format `huggingface`.
 
-    Raises ExportError if the output exists, if its folder cannot be written, if the checkpoint contains no weights, or
-    if the model has no form in the format.
+    Raises ExportError if the output exists, if its folder cannot be written, if the disk is full, if the checkpoint
+    contains no weights, or if the model has no form in the format.
     """
     from hpcdist.checkpoint import weight_writers
 
@@ -277,13 +279,13 @@ def write_model(
         scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent)
     except OSError as error:
         raise ExportError(f"--output {output}: {output.parent} cannot be written ({error.strerror})") from error
-    with scratch as folder:
+    with scratch as folder, _full_disk_explained(output):
         file = Path(folder) / output.name
         metadata = {"format": "pt", "run": run.name, "step": str(checkpoint.step)}
         if kind == "dcp":
             weight_writers.write_dcp(weights, file)
         elif kind == "torch":
-            torch.save(dict(weights), file)
+            save_file(dict(weights), file)
         elif trainer.hugging_face_config is not None and kind == "huggingface":
             document = trainer.hugging_face_config(stored.config, run, weights)
             if document.get("tie_word_embeddings"):
@@ -298,6 +300,20 @@ def write_model(
             file.mkdir()
             weight_writers.write_safetensors_folder(weights, file, metadata)
         file.replace(output)
+
+
+@contextmanager
+def _full_disk_explained(output: Path) -> Iterator[None]:
+    """Raise ExportError if the block fails because the disk is full: the error of the system does not name a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in retry.FULL:
+            raise
+        raise ExportError(
+            f"--output {output} cannot be written: {error.strerror} ({free_space(output.parent)}): free space there, or"
+            " choose another --output"
+        ) from error
 
 
 def _copy_tokenizer(run: RunDir, folder: Path) -> None:

@@ -205,7 +205,7 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
-                f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are unchanged",
+                f"{error.strerror or error} ({free_space(self.folder)}); older checkpoints are unchanged",
                 may_pass=file_retry.is_away(error),
             ) from error
         finally:
@@ -309,7 +309,8 @@ def _entries(folder: Path) -> list[Path]:
         raise CheckpointError(f"checkpoint folder {folder} cannot be read: {error.strerror}") from error
 
 
-def _free_space(folder: Path) -> str:
+def free_space(folder: Path) -> str:
+    """Return the free space of a folder, which may not exist yet, for a message."""
     while not os.path.exists(folder):
         folder = folder.parent
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -118,4 +119,8 @@ def write_dcp(weights: StoredWeights, folder: Path) -> None:
     writer = FileSystemWriter(folder, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        save(state, storage_writer=writer, planner=_OneAtATime(weights), no_dist=True)
+        try:
+            save(state, storage_writer=writer, planner=_OneAtATime(weights), no_dist=True)
+        except CheckpointException as error:  # no Exception; it contains the errors of all ranks, here of one
+            failure, _ = next(iter(error.failures.values()))
+            raise failure from None

@@ -1,5 +1,6 @@
 """Export of checkpoints to files for other programs, and of the model's code."""
 
+import contextlib
 import importlib
 import importlib.util
 import io
@@ -7,6 +8,7 @@ import json
 import random
 import stat
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +211,27 @@ def test_unusable_targets_and_bad_checkpoints_are_export_errors(run: RunDir, tmp
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         write("a.pt")
     assert not (tmp_path / "a.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
+def test_full_disk_is_an_export_error_for_each_format(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    save(CheckpointStore(run.checkpoints), 5, {"a": torch.arange(6.0)}, {})
+    output = tmp_path / f"weights{export.SUFFIXES[kind]}"
+    scratch = tmp_path / "scratch"
+    full = scratch / output.name
+    if kind == "dcp":
+        full = full / "__0_0.distcp"
+    full.parent.mkdir(parents=True)
+    full.symlink_to("/dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **_: contextlib.nullcontext(scratch))
+    found = export.find_checkpoint(run, "5", CheckpointConfig())
+    with pytest.raises(
+        ExportError, match=r"^--output /.* cannot be written: No space left on device \(.* MB free\): f"
+    ):
+        export.write_model(run, found, kind, output)
+    assert not output.exists()
 
 
 def test_missing_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
