@@ -560,6 +560,11 @@ def identity(folder: Path) -> str:
 def require_same(folder: Path, env: Mapping[str, str]) -> None:
     """Raise RunFolderError if a folder is not the one whose identity is in the environment of this process."""
     if IDENTITY_VARIABLE in env and _read(folder) != env[IDENTITY_VARIABLE]:
+        if not os.path.lexists(folder):
+            raise RunFolderError(
+                f"the run folder {folder} has been moved or deleted since this run was started: move it back, and"
+                " continue with `hpcdist resume`"
+            )
         raise RunFolderError(
             f"the run folder {folder} has been replaced by another one since this run was started: find out who may"
             " write to the folders above it, move the right one back, and continue with `hpcdist resume`"

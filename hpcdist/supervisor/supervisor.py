@@ -223,11 +223,12 @@ class Supervisor:
     def _drain(self, shipper: ShipperProcess) -> None:
         """Wait until MLflow has all records, for a bounded time."""
         has_all = shipper.drain(self.config.tracking.drain_timeout_s, self._note_upload)
-        if not has_all:
-            self.report.note(
-                f"MLflow at {redact_text(self.tracking_uri or '')} has not received all records (see shipper.log);"
-                f" none are lost: `hpcdist sync {self.folder.name}` ships the rest"
-            )
+        if has_all or not self.folder.path.is_dir():  # the records are in the folder; `run` names a missing one
+            return
+        self.report.note(
+            f"MLflow at {redact_text(self.tracking_uri or '')} has not received all records (see shipper.log);"
+            f" none are lost: `hpcdist sync {self.folder.name}` ships the rest"
+        )
 
     def _note_upload(self, text: str) -> None:
         """Report a long upload, and give back the nodes of a run that has ended: the upload needs none of them."""

@@ -91,6 +91,8 @@ def test_identity_stays_with_the_folder(run: RunDir, tmp_path: Path) -> None:
     moved = run.path.rename(tmp_path / "moved")
     require_same(moved, env)
     require_same(tmp_path / "missing", {})
+    with pytest.raises(RunFolderError, match="has been moved or deleted since this run was started: move it back"):
+        require_same(tmp_path / "missing", env)
     (moved / "identity").write_text("damaged")
     with pytest.raises(RunFolderError, match=REPLACED):
         require_same(moved, env)

@@ -221,6 +221,23 @@ def test_missing_file_of_a_replaced_folder_is_not_the_reason(scene: Scene, numbe
         scene.supervise_unchecked(supervisor)
 
 
+def test_removed_folder_is_the_reason_and_its_records_are_lost(scene: Scene) -> None:
+    scene.env[IDENTITY_VARIABLE] = identity(scene.run.path)
+    scene.tracking_uri = "http://mlflow:5000"
+    scene.shipper = ["false"]
+    scene.script(first=[[["beat", 4], *DONE], EXIT_0])
+    writes = itertools.count(1)
+
+    def before_write() -> None:
+        if next(writes) == 2:
+            scene.run.path.rename(scene.run.path.with_name("old"))
+
+    supervisor = scene.supervisor(check_lease=before_write)
+    with pytest.raises(RunFolderError, match="has been moved or deleted since this run was started"):
+        scene.supervise_unchecked(supervisor)
+    assert "none are lost" not in "".join(scene.report.notes)
+
+
 def test_output_of_rank_0_is_reported_without_hpcdists_own_lines(scene: Scene) -> None:
     own = [
         "11:02:03 INFO rank 0 on n1: resumed at step 7",
