@@ -311,6 +311,8 @@ def _next_commands(run: RunDir, state: State, config: Config, *, is_benchmark: b
         finding = explain_failure(run, state)
         if finding is not None and finding.code:
             lines.append(f"fix {short_path(finding.code)}, then: {resume} --with-current-code")
+        elif finding is not None and finding.overrides:
+            lines.append(f"correct it: {resume} {finding.overrides}")
         else:
             lines.append(f"continue: {resume}")
     return lines

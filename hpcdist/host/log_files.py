@@ -29,6 +29,7 @@ from hpcdist.host.files import open_regular
 MAX_BYTES = 10**9
 CHECK_EVERY_S = 1.0
 _STDOUT = 1
+_STDERR = 2
 
 
 def limit_log(run: Path) -> bool:
@@ -167,6 +168,39 @@ def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
         if rest:
             lines.extend(_parts(number, rest))
     return list(lines)
+
+
+def output_size() -> int:
+    """Return the size of this process's log in bytes; 0 if its standard error is no file."""
+    with suppress(OSError):
+        status = os.fstat(_STDERR)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size
+    return 0
+
+
+def last_line_of_output(begin: int) -> str:
+    """Return the last line of this process's log that is not empty; empty if there is none, or no log.
+
+    Args:
+        begin: position in bytes from which lines count.
+    """
+    with suppress(OSError, ValueError):  # ValueError: the code has closed the stream
+        sys.stdout.flush()
+        sys.stderr.flush()
+    size = output_size()
+    if size < begin:  # shortened by `limit_log`
+        begin = 0
+    begin = max(begin, size - MAX_LINE_CHARS)
+    data = b""
+    if begin < size:
+        # The descriptor itself may be open for writing only.
+        with suppress(OSError), open(f"/proc/self/fd/{_STDERR}", "rb") as file:
+            data = os.pread(file.fileno(), size - begin, begin)
+    for line in reversed(data.decode(errors="replace").splitlines()):
+        if line.strip():
+            return line.strip()
+    return ""
 
 
 def _count_lines(file: io.BufferedReader, end: int) -> int:

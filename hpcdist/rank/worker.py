@@ -429,8 +429,10 @@ def exit_as_return(name: str) -> Iterator[None]:
     """Let `sys.exit` end the block without an error if the exit status is 0.
 
     Raises RuntimeError, with the traceback of the exit, for another status. As in Python, a code that is no number is
-    a message, and the status is then 1.
+    a message, and the status is then 1. Code that exits with a number has usually printed the reason, as argparse does,
+    so the error contains the last line that this process has printed in the block.
     """
+    begin = log_files.output_size()
     try:
         yield
     except SystemExit as ended:
@@ -441,6 +443,9 @@ def exit_as_return(name: str) -> Iterator[None]:
             status = f"1: {code}"
         elif code != 0:
             status = str(code)
+            last_line = log_files.last_line_of_output(begin)
+            if last_line:
+                status += f"; its last line: {last_line}"
         else:
             return
         error = RuntimeError(f"{name} ended with exit status {status}")
@@ -518,12 +523,12 @@ class Outcome:
     def write_error(self, error: BaseException) -> int:
         """Log an error, write the outcome, and return the exit code.
 
-        An error of hpcdist is logged without a traceback, unless the user's module is its cause.
+        An error of hpcdist is logged without a traceback, unless the user's code is its cause.
         """
+        run = RunDir(self._path.parents[2])
         text = str(error) or type(error).__name__
-        trace = _traceback(error)
+        trace = _traceback(error, run.code)
         with suppress(HpcdistError, OSError):
-            run = RunDir(self._path.parents[2])
             text = run.with_original_paths(text)
             trace = run.with_original_paths(trace)
         lines = []
@@ -550,13 +555,29 @@ class Outcome:
         return HpcdistError.exit_code
 
 
-def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error for the user; empty for an error of hpcdist itself."""
-    if isinstance(error, TrainerError) and error.__cause__ is not None:
+def _traceback(error: BaseException, code: Path) -> str:
+    """Return the traceback of an error for the user; empty for an error of hpcdist itself.
+
+    Args:
+        code: the folder with the copy of the user's code.
+    """
+    if isinstance(error, TrainerError):
+        if error.__cause__ is None:
+            return _wrong_call(error, code)
         error = error.__cause__  # the error in the user's module
     elif isinstance(error, HpcdistError):
         return ""
     return "".join(traceback.format_exception(error))
+
+
+def _wrong_call(error: TrainerError, code: Path) -> str:
+    """Return the traceback of an error as far as the user's line that calls hpcdist wrongly; empty without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and not Path(frames[-1].filename).is_relative_to(code):
+        frames.pop()
+    if not frames:
+        return ""
+    return "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)])
 
 
 def _shorten(text: str) -> str:

@@ -229,6 +229,10 @@ def test_end_of_a_run_shows_metrics_report_and_the_next_command(
         "continue: hpcdist resume runs/exp/first",
         "failed: a reason",
     ]
+    rejected = {"outcome": "rejected", "time": 1.0, "error": "no such key", "traceback": []}
+    write_json(run.attempt(2).outcome(0), rejected)  # the same config would be rejected again
+    failed_attempt = replace(failed, attempt=2)
+    assert end(console, run, failed_attempt)[-2] == "correct it: hpcdist resume runs/exp/first key=value …"
     ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab"}
     write_json(run.mlflow, ids)  # it is in MLflow: a link to its page
     assert end(console, run, failed, tracking=uri)[-4] == (

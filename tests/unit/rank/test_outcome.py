@@ -1,5 +1,6 @@
 """The end of a rank: its process, in a process without torch, and its outcome file."""
 
+import argparse
 import ctypes
 import json
 import os
@@ -209,6 +210,36 @@ def test_exit_of_a_script_shows_its_message_and_its_line(
     *_, frame, line, error = "".join(found["traceback"]).splitlines()
     assert (frame, line) == (f'  File "{script}", line 5, in main', f"    sys.exit({code})")
     assert error == f"RuntimeError: train.py ended with {message}"
+
+
+def test_exit_with_a_number_names_the_last_printed_line(capfd: pytest.CaptureFixture[str]) -> None:
+    print("of an earlier block", file=sys.stderr, flush=True)
+    arguments = argparse.ArgumentParser("train.py")
+    arguments.add_argument("--lr", type=float)
+    with pytest.raises(RuntimeError) as raised, exit_as_return("train.py"):
+        arguments.parse_args(["--lr", "high"])
+    reason = "train.py: error: argument --lr: invalid float value: 'high'"
+    assert str(raised.value) == f"train.py ended with exit status 2; its last line: {reason}"
+    with pytest.raises(RuntimeError, match=r"^train\.py ended with exit status 3$"), exit_as_return("train.py"):
+        sys.exit(3)
+
+
+def test_wrong_call_of_ctx_names_the_line_of_the_trainer(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    run.code.mkdir()
+    trainer = run.code / "trainer.py"
+    trainer.write_text("from hpcdist.rank.mesh import mesh_sizes\n\nmesh_sizes({}, 2)\n")
+    attempt = run.new_attempt()
+    with pytest.raises(TrainerError, match=r"^ctx\.mesh: pass the sizes") as raised:
+        runpy.run_path(str(trainer))
+    Outcome(attempt, 0).write_error(raised.value)
+    found = read_json(attempt.outcome(0)) or {}
+    assert found["outcome"] == "rejected"
+    *_, frame, line = "".join(found["traceback"]).splitlines()
+    assert (frame, line) == (f'  File "{trainer}", line 3, in <module>', "    mesh_sizes({}, 2)")
+    outside = TrainerError("trainer.script: no such file: x.py")
+    Outcome(attempt, 0).write_error(outside)
+    assert (read_json(attempt.outcome(0)) or {})["traceback"] == []
 
 
 @pytest.mark.parametrize("code", ["", "None", "0", "False"])

@@ -193,6 +193,21 @@ def test_rejected_config_names_its_key(run: RunDir) -> None:
     assert found["evidence"].startswith("attempts/001/rank-00000.log:2: 2026-11-20 08:00:00 ERROR rank 0 on n1: Checkp")
 
 
+def test_refused_arguments_of_a_script_are_no_error_in_its_code(run: RunDir) -> None:
+    reason = "train.py: error: argument --lr: invalid float value: 'high'"
+    error = f"RuntimeError: /me/train.py ended with exit status 2; its last line: {reason}"
+    in_script = '  File "/me/train.py", line 3, in <module>'
+    trace = [in_script, '  File "/usr/lib/python3.12/argparse.py", line 2617, in exit']
+    write_outcome(run, 0, error, "Traceback (most recent call last):", *trace, error)
+    found = explained(run)
+    assert found["cause"] == f"the script refuses its arguments: {reason}"
+    overrides = "'trainer.script=[FILE, ARGUMENT, …]'"
+    assert found["fix"] == f"correct the arguments, then `hpcdist resume first {overrides}`"
+    # The script's own exit with this status may mean anything.
+    write_outcome(run, 0, error, "Traceback (most recent call last):", in_script, error)
+    assert explained(run)["fix"].startswith("fix /me/train.py:3, then")
+
+
 def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
     change_state(run, reason="rank 3 on n2 was killed by SIGKILL, last heartbeat at step 9")
     write_outcome(run, 0, GLOO_PEER, peer=True)
