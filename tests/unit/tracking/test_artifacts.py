@@ -28,6 +28,7 @@ from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.mlflow_client import MlflowRun
 
 ACCURACY = "eval/accuracy"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "export.md"
 
 
 def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,10 +334,23 @@ def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> Non
     assert metrics(models(scene)["first step-30"]) == {}
     # The metrics of the models are the points of the run, not further ones.
     assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)]
-    best = scene.client.search_logged_models(
-        [scene.entity.info.experiment_id], order_by=[{"field_name": f"metrics.{ACCURACY}", "ascending": False}]
-    )
-    assert best[0].name == "first step-10"
+
+
+def test_script_of_the_documentation_finds_the_best_checkpoint(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.log([10, 20], key=ACCURACY)
+    save(scene, 10, eval_accuracy=10)
+    folder = save(scene, 20, eval_accuracy=20)
+    scene.shipper().ship_once()
+    # The final model often has the best value, too; it is no checkpoint.
+    final = scene.client.create_logged_model(scene.entity.info.experiment_id, "model", scene.run_id)
+    scene.client.log_metric(scene.run_id, ACCURACY, 20.0, step=20, model_id=final.model_id)
+    _, script = PAGE.read_text().split("```python\n", 1)
+    script, _ = script.split("```", 1)
+    script = script.replace("sqlite:///runs/mlflow.db", scene.uri).replace('"digits"', '"exp"')
+    exec(script, {})
+    assert capsys.readouterr().out == f"first step-20 {folder}\n"
 
 
 def test_models_have_the_values_of_the_run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
