@@ -28,6 +28,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -357,8 +358,9 @@ class _HashingFile:
         num_waiting = self.size_bytes - self._num_begun
         if num_waiting >= WRITEBACK_BYTES:
             # The disk then works beside the hashing of the next piece, so that fsync has little left to wait for.
-            # The kernel keeps the pages in memory, because they are not on the disk yet.
-            os.posix_fadvise(self._raw.fileno(), self._num_begun, num_waiting, os.POSIX_FADV_DONTNEED)
+            # The kernel keeps the pages in memory, because they are not on the disk yet. A file system may refuse.
+            with suppress(OSError):
+                os.posix_fadvise(self._raw.fileno(), self._num_begun, num_waiting, os.POSIX_FADV_DONTNEED)
             self._num_begun = self.size_bytes
 
     def flush(self) -> None:

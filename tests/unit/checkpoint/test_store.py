@@ -1,5 +1,6 @@
 """The checkpoint folder of a run: valid checkpoints, pruning, full disks and crafted files."""
 
+import errno
 import hashlib
 import io
 import json
@@ -126,6 +127,16 @@ def test_disk_begins_with_each_piece_of_a_large_file(tmp_path: Path, monkeypatch
     assert record.size_bytes - ends[-1] < 1000
     assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert torch.equal(load_file(path)["more"], values)
+
+
+def test_file_is_written_where_the_hint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    monkeypatch.setattr(checkpoint_store, "WRITEBACK_BYTES", 1000)
+    save_file({"values": torch.zeros(1000)}, tmp_path / "shard.pt")
+    assert load_file(tmp_path / "shard.pt")["values"].numel() == 1000
 
 
 # --- invalid checkpoints
