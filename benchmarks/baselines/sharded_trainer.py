@@ -160,13 +160,21 @@ def train(ctx: Context, cfg: Config) -> None:
             ctx.groups.barrier()
             contenders.remove_old(number)
             # A save alone.
+            cpu_began = time.process_time()
             began = time.perf_counter()
             wait = start_save(next(numbers))
             stall = time.perf_counter() - began
             wait()
+            cpu = time.process_time() - cpu_began
             ctx.groups.barrier()
             durable = time.perf_counter() - began
-            values = {"stall_s": stall, "durable_s": durable, "step_over_usual": after / usual, "peak_mb": peak / 1e6}
+            values = {
+                "stall_s": stall,
+                "durable_s": durable,
+                "cpu_s": cpu,
+                "step_over_usual": after / usual,
+                "peak_mb": peak / 1e6,
+            }
             largest = ctx.groups.max(list(values.values()))
             rows[name].append(dict(zip(values, largest, strict=True)))
     if ctx.is_main:
