@@ -45,7 +45,7 @@ from hpcdist.rank.processes import COLLECTIVE_MARGIN_S
 from hpcdist.rank.rank_roles import RankRoles
 from hpcdist.rank.report_data import ReportData
 from hpcdist.rank.step_loop import Steps
-from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
+from hpcdist.rank.step_timing import NodeTimes, StepTimer, TimedDDP, clock_of
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.fitted_batch import read_fitted
@@ -151,8 +151,7 @@ class Context:
         roles = Roles.of(config.roles, topology.world_size)
         self.roles = RankRoles(roles.counts, topology.rank, stop.flag, self._agree_among)
         self.device = device
-        clock = HostClock() if device.type == "cpu" else EventClock(device)
-        self.timer = StepTimer(clock, beat=lambda: heartbeat.beat(regular=True))
+        self.timer = StepTimer(clock_of(device), beat=lambda: heartbeat.beat(regular=True))
         self.end_reason = ""
         timeout = timedelta(seconds=config.launch.hang_s + COLLECTIVE_MARGIN_S)
         self.groups = TimedGroups(groups.control, groups.store, self.timer.waiting, timeout)

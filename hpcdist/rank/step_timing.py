@@ -89,6 +89,13 @@ class EventClock:
         return seconds
 
 
+def clock_of(device: torch.device) -> HostClock | EventClock:
+    """Return the clock for computations on a device."""
+    if device.type == "cpu":
+        return HostClock()
+    return EventClock(device)
+
+
 class StepTimer:
     """Times the steps of one rank, at a cost of microseconds per step, and books them in its time account.
 

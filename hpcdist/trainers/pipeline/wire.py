@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist.rank.step_timing import EventClock, HostClock
+from hpcdist.rank.step_timing import clock_of
 from hpcdist.trainers.pipeline.mesh import StageMesh
 
 
@@ -67,9 +67,7 @@ class Receiver:
         self._memory_format = memory_format
         self._device = device
         self._waiting = waiting
-        self._clock: HostClock | EventClock = HostClock()
-        if device.type != "cpu":
-            self._clock = EventClock(device)
+        self._clock = clock_of(device)
         self._waits: deque[list[Any]] = deque()  #: begin and end of waits that the device may not have passed
         self._waited_s = 0.0
         self._num_expected = 0
