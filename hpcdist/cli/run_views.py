@@ -35,16 +35,9 @@ from hpcdist.host.files import open_regular, short_path
 from hpcdist.host.log_files import PIECE_BYTES, say
 from hpcdist.host.ownership import is_mine, stays_inside
 from hpcdist.review.explain import explain_failure, first_failed_rank
-from hpcdist.review.facts import (
-    best_checkpoint,
-    end_of_traceback,
-    last_beat,
-    median_speeds,
-    read_attempts,
-    read_checkpoints,
-    readable,
-)
+from hpcdist.review.facts import best_checkpoint, end_of_traceback, last_beat, read_attempts, read_checkpoints, readable
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
+from hpcdist.review.metric_series import median_speeds
 from hpcdist.run import status as run_status
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.checkpoint_files import script_files

@@ -10,9 +10,10 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from hpcdist.errors import duration
-from hpcdist.review.facts import ATTEMPT, RunFacts, Series, group_of, is_hidden, ranked, thinned
+from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.markdown import text_of
+from hpcdist.review.metric_series import ATTEMPT, Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.svg import (
     BOTTOM,
     HEIGHT,

@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 from hpcdist.errors import duration, few, plural
 from hpcdist.host.retry import retry
 from hpcdist.review.description import setup_rows
-from hpcdist.review.facts import RunFacts, Series, is_hidden, lost_text, median_speeds, read_environment
+from hpcdist.review.facts import RunFacts, lost_text, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.markdown import clock, text_of
+from hpcdist.review.metric_series import Series, is_hidden, median_speeds
 from hpcdist.review.svg import number
 from hpcdist.review.sweep_facts import SweepFacts
 from hpcdist.review.uncertainty import ends, signed

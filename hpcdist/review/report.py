@@ -16,16 +16,10 @@ from hpcdist.errors import HpcdistError, duration
 from hpcdist.host.files import read_regular, write_atomic
 from hpcdist.review import charts, description, svg
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
-from hpcdist.review.facts import (
-    ATTEMPT,
-    Series,
-    flat_texts,
-    read_environment,
-    read_facts,
-    readable,
-)
+from hpcdist.review.facts import flat_texts, read_environment, read_facts, readable
 from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, together
 from hpcdist.review.markdown import text_of
+from hpcdist.review.metric_series import ATTEMPT, Series
 from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import LEGEND, ends

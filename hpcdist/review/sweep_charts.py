@@ -8,8 +8,8 @@ from typing import TypeGuard
 from markupsafe import Markup
 
 from hpcdist.review.charts import line_chart
-from hpcdist.review.facts import Series
 from hpcdist.review.ledger import Ledger
+from hpcdist.review.metric_series import Series
 from hpcdist.review.svg import (
     OTHER_COLOUR,
     Point,

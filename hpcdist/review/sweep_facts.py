@@ -11,17 +11,9 @@ from typing import Any, TypeGuard
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.host.json_files import read_json
 from hpcdist.review.description import fitted, setup_rows, setup_table, state_at, status_line
-from hpcdist.review.facts import (
-    best_checkpoint,
-    is_hidden,
-    is_read,
-    last_beat,
-    ranked,
-    read_checkpoints,
-    read_facts,
-    readable,
-)
+from hpcdist.review.facts import best_checkpoint, last_beat, read_checkpoints, read_facts, readable
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
+from hpcdist.review.metric_series import is_hidden, is_read, ranked
 from hpcdist.review.ranking import Measure, Ranking, Result, Row, make_rows, measure_in
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.review.verdict import Measured, Verdict

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.review.description import describe
-from hpcdist.review.facts import RunFacts, interruptions, lost_text, median_speeds, read_facts
+from hpcdist.review.facts import RunFacts, interruptions, lost_text, read_facts
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.review.metric_series import median_speeds
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.training_record import DatasetRecord
 from hpcdist.tracking.journal import MAX_TAG, clean_metric_name

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hpcdist.review.facts import MAX_SERIES, SYSTEM_PREFIX, Series, is_read
+from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.tracking import journal
 from hpcdist.tracking.journal_tail import JournalTail

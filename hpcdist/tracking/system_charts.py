@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from hpcdist.review.facts import SYSTEM_PREFIX
+from hpcdist.review.metric_series import SYSTEM_PREFIX
 
 _OF_NODE = (
     "cpu_utilization_percentage",

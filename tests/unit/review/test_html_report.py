@@ -14,8 +14,8 @@ from hpcdist.host.json_files import write_json
 from hpcdist.review import ledger, report
 from hpcdist.review.charts import line_chart, metric_charts
 from hpcdist.review.explain import explain
-from hpcdist.review.facts import Series
 from hpcdist.review.ledger import ledgers_of
+from hpcdist.review.metric_series import Series
 from hpcdist.review.report import render_report, render_sweep, write_report
 from hpcdist.review.svg import LEFT, RIGHT, TOP
 from hpcdist.review.sweep_facts import read_sweep_facts

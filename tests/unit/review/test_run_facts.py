@@ -16,20 +16,9 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.host.json_files import write_json
 from hpcdist.review.explain import read_faults
-from hpcdist.review.facts import (
-    MAX_POINTS,
-    NUM_BINS,
-    UNRECORDED,
-    AttemptFacts,
-    RunFacts,
-    Series,
-    end_of_traceback,
-    interruptions,
-    median_speeds,
-    read_facts,
-    thinned,
-)
+from hpcdist.review.facts import UNRECORDED, AttemptFacts, RunFacts, end_of_traceback, interruptions, read_facts
 from hpcdist.review.ledger import timed_attempts
+from hpcdist.review.metric_series import MAX_POINTS, NUM_BINS, Series, median_speeds, thinned
 from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
 from hpcdist.run.config_origin import Override, load_origin, write_origin
 from hpcdist.run.folder import RunDir, StopRequest

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
-from hpcdist.review.facts import Series
 from hpcdist.review.ledger import Entry, Ledger
+from hpcdist.review.metric_series import Series
 from hpcdist.review.report import as_image
 from hpcdist.review.sweep_charts import SweepChart, sweep_charts
 from hpcdist.review.sweep_facts import CellFacts, SweepFacts
