@@ -24,7 +24,7 @@ from hpcdist.review.markdown import (
     with_code,
 )
 from hpcdist.review.svg import number
-from hpcdist.review.uncertainty import LEGEND
+from hpcdist.review.uncertainty import RUN_LEGEND
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import text_of
 from hpcdist.run.training_record import DatasetRecord
@@ -533,7 +533,7 @@ def _result(facts: RunFacts) -> Iterator[str]:
             line += f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}"
         yield line
         if "±" in facts.best_text:
-            yield escaped(LEGEND)
+            yield escaped(RUN_LEGEND)
     if facts.checkpoints and facts.experiment_id:
         page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
         yield link("checkpoints of all runs with their values", page)

@@ -780,7 +780,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     cause = quote(cause)
     if place and _SYNTAX_ERROR.search(error):
         cause = f"a syntax error in {place}"
-    fix = f"fix {place or 'the code'}, then `{run.resume_command} --with-current-code`"
+    fix = f"correct {place or 'the code'}, then `{run.resume_command} --with-current-code`"
     return Finding(cause=cause, evidence=evidence, fix=fix, code=place)
 
 

@@ -22,7 +22,7 @@ from hpcdist.review.markdown import text_of
 from hpcdist.review.metric_series import ATTEMPT, Series
 from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
-from hpcdist.review.uncertainty import LEGEND, ends
+from hpcdist.review.uncertainty import RUN_LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
@@ -55,7 +55,7 @@ def environment() -> jinja2.Environment:
         description=description,
         setting_of=setting_of,
         cost_of=cost_of,
-        legend=LEGEND,
+        legend=RUN_LEGEND,
         verdict_legend=VERDICT_LEGEND,
         ends=ends,
     )

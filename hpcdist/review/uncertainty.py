@@ -18,6 +18,8 @@ MAX_SAMPLES = 10**15
 LARGEST_VALUE = 1e75
 #: Errors from here on are shown with exponents, because the value would have no decimals.
 _LARGE_ERROR = 1e5
+#: On the page of a run, where no value is a mean over seeds.
+RUN_LEGEND = "±: standard error, from the number of test samples"
 LEGEND = "± alone: standard error, from the number of test samples; ± with s.d.: standard deviation over n seeds"
 
 

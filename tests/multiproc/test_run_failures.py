@@ -65,7 +65,9 @@ def test_script_is_fixed_in_the_original_and_finds_its_data(runs: Runs) -> None:
     assert output.splitlines()[-2].startswith("fix broken_part.py:2, then: ")
     assert output.splitlines()[-2].endswith(f"resume {run.path} --with-current-code")
     code, output = runs.command("explain", name)
-    assert f"fix:      fix {project}/broken_part.py:2, then `hpcdist resume {run.path} --with-current-code`" in output
+    assert (
+        f"fix:      correct {project}/broken_part.py:2, then `hpcdist resume {run.path} --with-current-code`" in output
+    )
 
     (project / "broken_part.py").write_text("def begin():\n    print('fixed')\n")
     code, output = runs.command("resume", name, **runs.unshipped)

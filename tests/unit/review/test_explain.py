@@ -146,7 +146,7 @@ def test_exception_in_user_code_has_its_frame_and_log_line(run: RunDir) -> None:
         "status": "failed: rank 0 failed",
         "cause": 'an exception in the training code, at File "/me/train.py", line 7, in step',
         "evidence": "attempts/001/rank-00001.log:4: ValueError: loss is nan",
-        "fix": "fix /me/train.py:7, then `hpcdist resume first --with-current-code`",
+        "fix": "correct /me/train.py:7, then `hpcdist resume first --with-current-code`",
     }
     # Clocks of nodes differ; the supervisor knows which rank ended first.
     write_outcome(run, 2, "ValueError: first", at=3.0)
@@ -172,7 +172,7 @@ def test_error_in_the_users_code_names_the_line_to_fix(run: RunDir) -> None:
         write_outcome(run, 0, error, "Traceback (most recent call last):", *trace, error, kind=kind)
         found = explained(run)
         assert found["cause"].startswith(cause)
-        assert found["fix"] == f"fix {place or 'the code'}, then `hpcdist resume first --with-current-code`"
+        assert found["fix"] == f"correct {place or 'the code'}, then `hpcdist resume first --with-current-code`"
         finding = explain_attempt(run, run.attempt(1), read_logs=False)
         assert finding is not None
         assert finding.code == place

@@ -108,6 +108,25 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert len(page) < 100_000
 
 
+def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
+    calls = ['  File "/home/ada/train.py", line 20, in <module>\n', "    name = labels[step]\n"]
+    error = failure("failed with KeyError: 40", kind="error", traceback=[*calls, "KeyError: 40\n"])
+    sentence = "rank 1 on n2 failed with KeyError: 40 after step 40"
+    for attempt in (1, 2):
+        scene.attempt_file("failure.json", error, attempt=attempt)
+        outcome = error | {"outcome": "failed", "time": 1.0, "error": "KeyError: 40", "peer_lost": False}
+        scene.attempt_file("rank-00001.outcome.json", outcome, attempt=attempt)
+        scene.failed(f"{sentence}, attempt {attempt}", attempt=attempt)
+    scene.state(status="failed", attempt=2, reason=f"{sentence}, attempt 2")
+    page = page_of(scene)
+    found = Elements(page).text
+    assert found.count(f"{sentence}, attempt 2") == 1
+    assert found.count(f"{sentence}, attempt 1") == 1
+    head = page.partition("</header>")[0]
+    assert re.findall("<b>([a-z]+):</b>", head) == ["evidence", "fix"], "the traceback has the cause"
+    assert "line 20, in &lt;module&gt;" in head
+
+
 def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = ReportScene(tmp_path, name="<script>alert(1)<")
     scene.state(reason=HOSTILE)

@@ -210,7 +210,7 @@ def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
     found = scene.entity.data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n").replace("\\", "")
     assert found.startswith(
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
-        f"fix /home/ada/train.py:7, then `hpcdist resume {scene.run.path} --with-current-code`\n\n"
+        f"correct /home/ada/train.py:7, then `hpcdist resume {scene.run.path} --with-current-code`\n\n"
     )
     assert f"\n\n```text\n{''.join(traceback[1:])}```\n\n[logs of all ranks](#/" in found
     attempt.outcome(1).write_text('{"outcome": "failed"}')
