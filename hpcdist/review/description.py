@@ -232,9 +232,15 @@ ATTEMPT_COLUMNS = ("Attempt", "Start (UTC)", "Duration", "Nodes", "Steps", "Step
 
 
 def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, ...]]:
-    """Return a row for each attempt, not escaped; the nodes shortened unless `in_full`."""
+    """Return a row for each attempt, not escaped; the nodes shortened unless `in_full`.
+
+    The cause of the last one is empty if it is the reason of the run, with which its page begins.
+    """
     rows: list[tuple[str, ...]] = []
     for attempt in facts.attempts:
+        cause = attempt.cause
+        if attempt is facts.attempts[-1] and cause == facts.state.reason:
+            cause = ""
         spent = "" if attempt.ended is None else duration(max(0.0, attempt.ended - attempt.started))
         nodes = ", ".join(attempt.nodes) if in_full else _nodes(attempt.nodes)
         steps_lost = "" if attempt.steps_lost is None else f"{attempt.steps_lost:,}"
@@ -247,7 +253,7 @@ def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, .
                 _steps(attempt, is_script=facts.is_script),
                 steps_lost,
                 attempt.status,
-                attempt.cause,
+                cause,
             )
         )
     return rows

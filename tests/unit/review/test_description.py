@@ -363,6 +363,15 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     assert replace(facts, keys=("optim.lr",)).settings == ()
 
 
+def test_cause_of_the_end_is_not_repeated_in_the_last_attempt() -> None:
+    state = State(status="failed", reason=FIRST.cause, attempt=2)
+    attempts = (FIRST, replace(FIRST, number=2))
+    facts = replace(FACTS, state=state, attempts=attempts)
+    assert [row[-1] for row in attempt_rows(facts)] == [FIRST.cause, ""]
+    other = replace(facts, state=replace(state, reason="no node is left"))
+    assert [row[-1] for row in attempt_rows(other)] == [FIRST.cause, FIRST.cause]
+
+
 def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     cells = [
         CellFacts(name="a", values={"optim.lr": 0.1}, label="lr=0.1", status="failed"),
