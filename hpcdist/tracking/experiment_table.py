@@ -138,7 +138,10 @@ def describe_experiment(experiment: str, results: Sequence[Result], experiment_i
         num_left -= len(lines)
         parts += [f"**{escaped(ranking.title, 600)}**", table(_COLUMNS, lines)]
     command = f"hpcdist runs --experiment {shlex.quote(experiment)} --sort best"
-    text = f"`{command}` lists all results, `hpcdist compare A B` compares any two."
+    text = (
+        f"`{command}` lists all results, `hpcdist compare A B` compares two runs,"
+        " and `hpcdist compare SWEEP` the settings of a sweep."
+    )
     if num_rows > _MAX_ROWS:
         text = f"{plural(num_rows - _MAX_ROWS, 'more result')}: {text}"
     parts.append(with_code(text, 1000))

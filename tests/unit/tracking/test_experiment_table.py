@@ -133,7 +133,9 @@ def test_table_has_the_best_rows_below_text_of_the_user(
     assert text.startswith(f"ours: see the wiki\n\n{MARK}\n\n{best}")
     assert ")**, too few seeds to tell from first* · 2 results\n" in text
     assert text.index("[&lt;b&gt;]") < text.index("[first*]")
-    assert "\n\n`hpcdist runs --experiment exp --sort best` lists all results, `hpcdist compare A B` " in text
+    assert (
+        "\n\n`hpcdist runs --experiment exp --sort best` lists all results, `hpcdist compare A B` compares two " in text
+    )
     end("worse", 0.9, 30.0)
     text = note_of_experiment(scene)
     assert text.count("\n| ") == 4, "a head, its rule, and two rows"
