@@ -455,8 +455,10 @@ def _cells(row: Mapping[str, Any], *, is_wide: bool, with_metric: bool, with_uni
         clock = "%Y-%m-%d %H:%M" if is_wide else "%m-%d %H:%M"
         started = time.strftime(clock, time.localtime(row["started"]))
     if row["duration_s"] is not None:
-        number, unit = duration(row["duration_s"]).split()[:2]  # of the largest unit
-        spent = f"{number} {unit}"
+        spent = duration(row["duration_s"])
+        if not is_wide:  # of the largest unit
+            number, unit = spent.split()[:2]
+            spent = f"{number} {unit}"
     cells: list[str | Text] = [row["run"], Text(row["status"], COLOURS[row["status"]]), best, hours, started, spent]
     if is_wide:
         step = "" if row["step"] is None else str(row["step"])

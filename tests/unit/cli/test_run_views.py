@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -284,6 +285,16 @@ def test_table_of_runs_fits_in_80_columns(make: Make, runs_dir: Path) -> None:
     (line,) = (line for line in lines if line.startswith("three"))
     assert line.split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
     assert lines[-1].endswith("stopped: paused")
+
+
+def test_wide_table_of_runs_has_durations_in_two_units(make: Make, runs_dir: Path) -> None:
+    run = make("one", status="finished")
+    add_attempt(run, 1, 6660, [account(1, 6660)])
+    for width, expected in ((160, "1 h 51 min"), (60, "1 h")):
+        console = Console(file=io.StringIO(), width=width)
+        run_views.show_runs(console, *run_views.read_rows([run]), runs_dir)
+        (found,) = re.findall(r"\d+ h(?: \d+ min)?", text_of(console))
+        assert found == expected
 
 
 def test_tables_in_a_pipe_have_the_width_of_columns(
