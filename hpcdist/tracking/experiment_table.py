@@ -36,6 +36,10 @@ _COLUMNS = ("Place", "Run or setting", "Value", "Against the best", "At step", "
 #: Fields of a result that MLflow has in a place of their own, see `_read`.
 _NOT_IN_TAG = ("name", "run_id", "folder", "parent", "setting")
 _RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
+_NO_RESULT = (
+    "A result is the value of `checkpoint.monitor` at a checkpoint."
+    " `hpcdist compare A B` compares the metrics of two runs."
+)
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
 
@@ -71,7 +75,7 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
             pages = all_pages(opened.client.search_runs, [opened.experiment_id], with_result, max_results=_PAGE)
             readings = [_read(mlflow_run) for mlflow_run in islice(pages, MAX_RUNS)]
             results = [other for other in readings if other is not None]
-            if not any(other.metric for other in results):
+            if not results:
                 return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
             text = describe_experiment(run.experiment, results, opened.experiment_id, measure)
@@ -126,8 +130,16 @@ def _note_left_out(run_id: str, reason: str) -> None:
 
 
 def describe_experiment(experiment: str, results: Sequence[Result], experiment_id: str, measure: Measure) -> str:
-    """Return the best result in one line and a table for each kind of results in Markdown, with _MAX_ROWS in all."""
+    """Return the best result in one line and a table for each kind of results in Markdown, with _MAX_ROWS in all.
+
+    Without a result, the number of runs and their cost.
+
+    Args:
+        results: at least one, see `Result`; those of some or all runs may have no value.
+    """
     ranked = rankings(results, measure)
+    if not ranked:
+        return f"**No run has a result** · {escaped(_total(results))}\n\n{with_code(_NO_RESULT, 300)}"
     num_rows = sum(len(ranking.rows) for ranking in ranked)
     parts = [_headline(ranked[0], num_rows, experiment_id)]
     num_left = _MAX_ROWS
@@ -184,7 +196,7 @@ def _total(results: Sequence[Result]) -> str:
     ended = max(result.ended for result in results)
     words = f"{plural(len(results), 'ended run')} until {clock(ended)}"
     num_without = sum(not result.metric for result in results)
-    if num_without:
+    if 0 < num_without < len(results):
         words += f", {num_without} of them without a result"
     cost = cost_of(results)
     if cost:

@@ -197,6 +197,17 @@ def test_words_of_others_are_shown_as_they_are(scene: Scene, end: End) -> None:
     assert "<b>" not in note
 
 
+def test_experiment_without_a_result_has_its_cost(scene: Scene, end: End) -> None:
+    scene.state(status="failed", reason="no", ended=2.0)
+    scene.shipper().ship_once()
+    note = note_of_experiment(scene).removeprefix(f"{MARK}\n\n")
+    assert note.startswith(
+        "**No run has a result** · 1 ended run until 1970-01-01 00:00 UTC\n\nA result is the value of "
+    )
+    end("a", 0.9, 1.0)
+    assert "**Best eval/accuracy: " in note_of_experiment(scene)
+
+
 def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
     end("a", 0.9, 1.0)
     attempt = scene.run.new_attempt()
