@@ -4,16 +4,16 @@ A server holds its rows of all tables in one matrix, so that several tables need
 (`Layout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import rpc_group
+from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import fill_rows
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks
@@ -129,6 +129,20 @@ def put_rows(matrix: Tensor, rows: Tensor, values: Tensor) -> None:
 def single_rows(rows: Tensor) -> Bags:
     """Return each row as a unit."""
     return Bags(rows, torch.arange(len(rows) + 1))
+
+
+def units_of(rows: Tensor, offsets: Tensor | None) -> Bags:
+    """Return the units of a message; without offsets, each row is one."""
+    if offsets is None:
+        return single_rows(rows)
+    return Bags(rows, offsets)
+
+
+def parts_of(units: Bags) -> tuple[Tensor, Tensor | None]:
+    """Return the arguments of `units_of` that give these units."""
+    if len(units) == len(units.ids):
+        return units.ids, None
+    return units.ids, units.offsets
 
 
 def with_any(units: Bags, is_marked: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -255,160 +269,149 @@ def weight_name(table: str) -> str:
     return f"tables.{table}.weight"
 
 
-# The exchange. It uses gloo's send and receive instead of RPC: without threads that wait for the interpreter lock. Per
-# batch and trainer:
+# The exchange: two calls of RPC per batch, trainer and server.
 #
-#     header, rows of the units    trainer → server    while the trainer computes the previous batch
-#     values, if sent ahead        server → trainer    at once
-#     gradients                    trainer → server    of the previous batch, if it was one of the training
-#     values, or late values       server → trainer    once the server has applied these gradients; if values were sent
-#                                                      ahead, only those that this update has changed
-#
-# So a server has applied all gradients before a batch when it has answered the request of that batch.
+#     look_up    values of the batch's units    while the trainer computes the previous batch, if values are sent ahead
+#     push       gradients of the previous batch → values of the batch once the server has applied the gradients of all
+#                trainers; if values were sent ahead, only those that this update has changed
 
-#: Kind of a request: a batch whose gradients follow, a batch without gradients, the end of the exchange.
-TRAIN, LOOK, LEAVE = range(3)
-#: Kind, number of rows, number of offsets (0: each row is a unit), whether values are sent ahead.
-HEADER_LENGTH = 4
-#: Numbers in the first message of a request. A small request fits into it; each gloo message costs three transfers.
-FIRST_LENGTH = 256
 #: Values are sent before the previous batch's gradients are applied if these change less than this share of the units:
 #: changed values are sent twice.
 MAX_LATE_SHARE = 0.25
-TAG_HEADER, TAG_ROWS, TAG_VALUES, TAG_LATE, TAG_LATE_UNITS, TAG_LATE_VALUES, TAG_GRADIENTS = range(7)
 
 
-class _Request(NamedTuple):
-    """A request of a trainer."""
+class _Batch(NamedTuple):
+    """A trainer's batch whose gradients have not arrived."""
 
-    kind: int
-    is_ahead: bool  #: whether values are sent before the gradients of the previous batch are applied
     units: Bags
+    is_sent: bool  #: whether the trainer has their values as they are before the last update
+
+
+class _Push(NamedTuple):
+    """The gradients of a trainer's batch, until those of all trainers have arrived."""
+
+    gradients: Tensor
+    answer: Future[Any]
 
 
 class _Update(NamedTuple):
-    """An update whose gradients have not arrived."""
+    """Which rows an update changes, and the units that contain each, numbered across the trainers."""
 
-    counts: list[int]  #: number of units by trainer
     rows: Tensor
-    units: Bags  #: units that contain each row, numbered across the trainers
+    units: Bags
 
-
-def _joint_update(requests: Sequence[Bags]) -> _Update:
-    """Return the update for the units that each trainer has requested."""
-    counts = [len(units) for units in requests]
-    first_units = accumulate(counts, initial=0)
-    unit_of_row = [units.of_id + first for units, first in zip(requests, first_units, strict=False)]
-    rows, units_of_row = grouped(torch.cat([units.ids for units in requests]), torch.cat(unit_of_row))
-    return _Update(counts, rows, units_of_row)
+    @classmethod
+    def of(cls, batches: Sequence[Bags]) -> "_Update":
+        """Return the update with the gradients of a batch of each trainer."""
+        first_units = accumulate((len(units) for units in batches), initial=0)
+        unit_of_row = [units.of_id + first for units, first in zip(batches, first_units, strict=False)]
+        return cls(*grouped(torch.cat([units.ids for units in batches]), torch.cat(unit_of_row)))
 
 
 class TableServer:
-    """Answers trainers until they leave. It divides gradients by the number of all trainers, as DDP does."""
+    """Answers trainers, in threads of RPC. It divides gradients by the number of all trainers, as DDP does."""
 
-    def __init__(self, shard: TableShard, group: dist.ProcessGroup, trainers: Sequence[int]) -> None:
+    def __init__(self, shard: TableShard, num_trainers: int) -> None:
         self._shard = shard
-        self._group = group
-        self._trainers = trainers  #: ranks
+        self._lock = threading.Lock()
+        self._batches: list[deque[_Batch]] = [deque() for _ in range(num_trainers)]  #: by trainer
+        self._pushes: dict[int, _Push] = {}  #: by trainer, until all have sent theirs
+        self._prepared: _Update | None = None  #: the next update, if the next batch of each trainer is known
         self._touched = np.zeros(len(shard.weight), dtype=bool)
 
-    def serve(self) -> None:
-        """Serve the trainers: a step is one update with the gradients of all, in order.
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that trainers call, by name."""
+        return {"look_up": self.look_up, "push": self.push, "table_rows": self.table_rows}
 
-        No value is sent that a pending update would change.
+    def look_up(self, trainer: int, rows: Tensor, offsets: Tensor | None, train: bool) -> Tensor:
+        """Return the values of a batch, [units, dim]. With `train`, the trainer will push its gradients."""
+        units = units_of(rows, offsets)
+        with self._lock:
+            if train:
+                self._batches[trainer].append(_Batch(units, is_sent=True))
+            return self._shard.values(units)
+
+    def push(
+        self, trainer: int, gradients: Tensor, next_rows: Tensor | None, next_offsets: Tensor | None
+    ) -> Future[tuple[Tensor | None, Tensor] | None]:
+        """Take the gradients of a trainer's oldest batch, [units, dim], and its next batch if that is not known yet.
+
+        The result is there once the gradients of all trainers are applied. Without a next batch it is None, otherwise
+        units and values: all values, and None for the units, or those that have changed since `look_up`.
         """
-        update: _Update | None = None
-        while True:
-            requests = [self._receive_request(trainer) for trainer in self._trainers]
-            kind = requests[0].kind
-            assert all(request.kind == kind for request in requests), "trainers are not at the same step"
-            if kind == LEAVE:
-                return
-            changed: dict[int, Tensor] = {}  # units whose values were sent and then change, by trainer
-            for trainer, request in zip(self._trainers, requests, strict=True):
-                if request.is_ahead:
-                    self._send(self._shard.values(request.units), trainer, TAG_VALUES)
-                    changed[trainer] = self._changed(request.units, update)
-            if update is not None:
-                self._apply(update)
-                update = None
-            for trainer, request in zip(self._trainers, requests, strict=True):
-                if trainer in changed:
-                    self._send_late(request.units, changed[trainer], trainer)
-                else:
-                    self._send(self._shard.values(request.units), trainer, TAG_VALUES)
-            if kind == TRAIN:  # prepared while the trainers compute
-                update = _joint_update([request.units for request in requests])
+        answer: Future[Any] = Future()
+        with self._lock:
+            if next_rows is not None:
+                self._batches[trainer].append(_Batch(units_of(next_rows, next_offsets), is_sent=False))
+            self._pushes[trainer] = _Push(gradients, answer)
+            if len(self._pushes) == len(self._batches):
+                pushes = [self._pushes.pop(number) for number in range(len(self._batches))]
+                try:
+                    self._apply(pushes)
+                except Exception as error:  # of every trainer's call
+                    for push in pushes:
+                        if not push.answer.done():
+                            push.answer.set_exception(error)
+        return answer
 
-    def _changed(self, units: Bags, update: _Update | None) -> Tensor:
-        """Return the indices of the units with a row of the update, int64."""
+    def _apply(self, pushes: Sequence[_Push]) -> None:
+        """Do one update with the gradients of all trainers, in order, and answer."""
+        update = self._prepared
         if update is None:
-            return torch.zeros(0, dtype=torch.int64)
+            update = self._next_update()
+        for batches in self._batches:
+            batches.popleft()
+        gradients = torch.cat([push.gradients for push in pushes])
+        self._shard.update(update.rows, update.units, gradients.div_(len(pushes)))
+        for push, batches in zip(pushes, self._batches, strict=True):
+            push.answer.set_result(self._values_after(update, batches))
+        self._prepared = None
+        if all(self._batches):  # while the trainers compute
+            self._prepared = self._next_update()
+
+    def _next_update(self) -> _Update:
+        return _Update.of([batches[0].units for batches in self._batches])
+
+    def _values_after(self, update: _Update, batches: Sequence[_Batch]) -> tuple[Tensor | None, Tensor] | None:
+        """Return the result of `push`."""
+        if not batches:
+            return None
+        units = batches[0].units
+        if not batches[0].is_sent:
+            return None, self._shard.values(units)
+        changed = self._changed(units, update)
+        return changed, self._shard.values(units.take(changed))
+
+    def _changed(self, units: Bags, update: _Update) -> Tensor:
+        """Return the indices of the units with a row of the update, int64."""
         touched = update.rows.numpy()
         self._touched[touched] = True
         changed = with_any(units, self._touched[units.ids.numpy()])
         self._touched[touched] = False
         return torch.from_numpy(changed)
 
-    def _apply(self, update: _Update) -> None:
-        """Receive the gradients of an update, and do it."""
-        grads = torch.empty(sum(update.counts), self._shard.weight.shape[1])
-        receiving = []
-        for part, trainer in zip(grads.split(update.counts), self._trainers, strict=True):
-            if len(part):
-                receiving.append(self._group.recv([part], trainer, TAG_GRADIENTS))
-        for work in receiving:
-            work.wait()
-        self._shard.update(update.rows, update.units, grads.div_(len(self._trainers)))
-
-    def _receive_request(self, trainer: int) -> _Request:
-        first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
-        self._group.recv([first], trainer, TAG_HEADER).wait()
-        kind, num_rows, num_offsets, is_ahead = first[:HEADER_LENGTH].tolist()
-        body_length = num_rows + num_offsets
-        body = first[HEADER_LENGTH:][:body_length]
-        if len(body) < body_length:
-            body = torch.empty(body_length, dtype=torch.int64)
-            self._group.recv([body], trainer, TAG_ROWS).wait()
-        rows = body[:num_rows]
-        # Without offsets, each row is a unit.
-        units = single_rows(rows) if num_offsets == 0 else Bags(rows, body[num_rows:])
-        return _Request(kind, bool(is_ahead), units)
-
-    def _send_late(self, units: Bags, changed: Tensor, trainer: int) -> None:
-        """Send the values again that have changed since they were sent: their number, the units, the values."""
-        self._send(torch.tensor([len(changed)]), trainer, TAG_LATE)
-        self._send(changed, trainer, TAG_LATE_UNITS)
-        self._send(self._shard.values(units.take(changed)), trainer, TAG_LATE_VALUES)
-
-    def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
-        if tensor.numel():
-            self._group.send([tensor], trainer, tag).wait()
+    def table_rows(self, table: str) -> Tensor:
+        """Return this server's rows of a table on the host."""
+        return self._shard.table_rows(table).cpu()
 
 
-def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup, whole: nn.Module) -> None:
+def serve_tables(ctx: Context, cfg: Config, layout: Layout, whole: nn.Module) -> None:
     """Hold this server's rows of the tables until rank 0 leaves.
 
     Args:
         whole: the whole model, on the device `meta`.
     """
     shard = TableShard(layout, ctx.roles.own_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
-    server = TableServer(shard, exchange, ctx.roles.ranks_of("trainer"))
-    # Not a context manager: after an error its exit would wait for a thread that waits for a lost peer.
-    pool = ThreadPoolExecutor(1, thread_name_prefix="tables")
-
-    def save(step: int) -> None:
-        ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())
-
-    with rpc_group(ctx, {"table_rows": lambda table: shard.table_rows(table).cpu()}) as group:
-        saved = ctx.restore()
-        if saved is None:
-            shard.start_from(initial_weights(ctx.run, whole, cfg.model))
-        else:
-            own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
-            shard.load(saved.shard(rank) for rank in own_first)
-        group.serve({"save": save}, [pool.submit(server.serve)])
-    pool.shutdown()
+    saved = ctx.restore()
+    if saved is None:
+        shard.start_from(initial_weights(ctx.run, whole, cfg.model))
+    else:
+        own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
+        shard.load(saved.shard(rank) for rank in own_first)
+    server = TableServer(shard, ctx.roles.count("trainer"))
+    with rpc_group(ctx, server.functions) as group:
+        group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())})
 
 
 @dataclass
@@ -419,8 +422,8 @@ class Lookup:
     units_of_bag: Bags
     bags_of_unit: Bags
     values: Tensor = field(init=False)  #: of the units, [units, dim], on the host
-    receiving: list[dist.Work] = field(default_factory=list)
-    num_late: dict[int, Tensor] = field(default_factory=dict)  #: by number of a server that sends values ahead
+    #: Answers of the servers to `look_up`; none if their values come with the answers to `push`.
+    calls: list[Future[Tensor]] = field(default_factory=list)
 
     @property
     def counts(self) -> list[int]:
@@ -485,130 +488,84 @@ def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) ->
 
 
 class TableClient:
-    """Looks up bags in the tables, and sends gradients to the servers. Create it with `table_client`."""
+    """Looks up bags in the tables, and sends gradients to the servers.
 
-    def __init__(self, ctx: Context, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]) -> None:
+    It exchanges values in the form that is best for the first batches.
+    """
+
+    def __init__(self, ctx: Context, group: RpcGroup, layout: Layout, first_batches: Iterable[Clicks]) -> None:
         bags = [clicks.bags for clicks in first_batches]
         pool_at_server, self._ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
         self._group = group
-        self._servers = ctx.roles.ranks_of("parameter_server")
+        self._trainer = ctx.roles.own_index
+        self._servers = group.of_role("parameter_server")
         self._timer = ctx.timer
+        self._timeout_s = ctx.groups.timeout.total_seconds()  # of a trainer's wait for the others
         self._starts = layout.starts
-        self._dim = layout.dim
         self._as_units = sums_as_units if pool_at_server else rows_as_units
-        #: The batch whose values have not all arrived.
-        self._requested: Lookup | None = None
-        #: Tensors are kept until they are sent.
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        #: The batch after the one that is being computed.
+        self._following: Lookup | None = None
+        #: Answers to the last gradients, by server.
+        self._pushes: list[Future[Any]] = []
 
     def look_up(self, batches: Iterable[Clicks], *, train: bool) -> Iterator[tuple[Clicks, Lookup]]:
         """Yield each batch with its values. With `train`, `push` its gradient before the next one is taken.
 
-        The next batch is requested before a batch is yielded, so that its values arrive meanwhile.
+        Values of the next batch arrive while a batch is computed, or with the answer to its gradient.
         """
-        kind = TRAIN if train else LOOK
+        self.wait_until_applied()
+        self._pushes.clear()
         lookups = ((clicks, self._as_units(clicks.bags, self._starts)) for clicks in batches)
         current = next(lookups, None)
         if current is None:
             return
-        self._request(current[1], kind)
+        self._request(current[1], train=train)
         for following in lookups:  # made while the servers apply the gradients of the batch before
-            self._receive()
-            self._request(following[1], kind)
+            self._receive(current[1])
+            self._following = following[1]
+            if self._ahead or not train:
+                self._request(following[1], train=train)
             yield current
             current = following
-        self._receive()
+        self._receive(current[1])
+        self._following = None
         yield current
 
     def push(self, lookup: Lookup, gradient: Tensor) -> None:
         """Send the gradient of the sums of a batch's bags, [bags, dim]."""
-        gradients = sums_of(lookup.bags_of_unit, gradient.cpu())
-        for part, server in zip(gradients.split(lookup.counts), self._servers, strict=True):
-            self._send(part, server, TAG_GRADIENTS)
+        gradients = sums_of(lookup.bags_of_unit, gradient.cpu()).split(lookup.counts)
+        following = self._following
+        new_units: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self._servers)
+        if following is not None and following.calls:
+            wait(following.calls)  # a server must know the next batch before it takes these gradients
+        elif following is not None:
+            new_units = [parts_of(units) for units in following.units]
+        for server, part, (rows, offsets) in zip(self._servers, gradients, new_units, strict=True):
+            self._pushes.append(self._call(server, "push", part, rows, offsets))
 
     def wait_until_applied(self) -> None:
-        """Wait until the servers have applied all gradients that this trainer has pushed."""
-        if self._requested is None:
-            no_bags = single_rows(torch.zeros(0, dtype=torch.int64))
-            self._request(rows_as_units(no_bags, self._starts), LOOK)
-        self._receive()  # a server answers when it has applied the gradients before
-
-    def leave(self) -> None:
-        """End the exchange; servers drop a batch that was requested and not pushed. All gradients must be applied."""
-        for server in self._servers:
-            self._send_request(server, LEAVE, single_rows(torch.zeros(0, dtype=torch.int64)), ahead=False)
-        self._settle()
-
-    def _request(self, lookup: Lookup, kind: int) -> None:
-        self._requested = lookup
-        lookup.values = torch.empty(sum(lookup.counts), self._dim)
-        parts = zip(self._servers, lookup.units, lookup.values.split(lookup.counts), strict=True)
-        for number, (server, units, values) in enumerate(parts):
-            # A server without values answers with the number of late values.
-            ahead = self._ahead or len(units) == 0
-            self._send_request(server, kind, units, ahead=ahead)
-            # The receive starts now: gloo transfers data only once both sides have called.
-            if len(units):
-                lookup.receiving.append(self._group.recv([values], server, TAG_VALUES))
-            if ahead:
-                lookup.num_late[number] = torch.zeros(1, dtype=torch.int64)
-                lookup.receiving.append(self._group.recv([lookup.num_late[number]], server, TAG_LATE))
-
-    def _receive(self) -> None:
-        """Wait for the values of the requested batch, if they have not arrived yet."""
-        lookup = self._requested
-        self._requested = None
-        if lookup is None:
-            return
+        """Wait until the servers have applied all gradients that the trainers have pushed."""
         with self._timer.waiting():
-            for work in lookup.receiving:
-                work.wait()
-            first_units = [0, *accumulate(lookup.counts)]
-            for number, num_late in lookup.num_late.items():
-                self._receive_late(lookup, self._servers[number], int(num_late), first_units[number])
-            self._settle()
+            for push in self._pushes:
+                push.result()
 
-    def _receive_late(self, lookup: Lookup, server: int, num_late: int, first_unit: int) -> None:
-        """Replace the values that have changed since a server sent them."""
-        if num_late == 0:
-            return
-        units = torch.empty(num_late, dtype=torch.int64)
-        values = torch.empty(num_late, self._dim)
-        self._group.recv([units], server, TAG_LATE_UNITS).wait()
-        self._group.recv([values], server, TAG_LATE_VALUES).wait()
-        put_rows(lookup.values, first_unit + units, values)
+    def _request(self, lookup: Lookup, *, train: bool) -> None:
+        for server, units in zip(self._servers, lookup.units, strict=True):
+            rows, offsets = parts_of(units)
+            lookup.calls.append(self._call(server, "look_up", rows, offsets, train))
 
-    def _send_request(self, server: int, kind: int, units: Bags, *, ahead: bool) -> None:
-        body = units.ids
-        if len(units) != len(units.ids):  # not each row is a unit
-            body = torch.cat([units.ids, units.offsets])
-        num_rows = len(units.ids)
-        num_offsets = len(body) - num_rows
-        first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
-        first[:HEADER_LENGTH] = torch.tensor([kind, num_rows, num_offsets, int(ahead)])
-        room = first[HEADER_LENGTH:]
-        if len(body) <= len(room):
-            room[: len(body)] = body
-        self._send(first, server, TAG_HEADER)
-        if len(body) > len(room):
-            self._send(body, server, TAG_ROWS)
+    def _receive(self, lookup: Lookup) -> None:
+        """Wait for the values of a batch as they are after the gradients before it."""
+        with self._timer.waiting():
+            answers = [push.result() for push in self._pushes]
+            values = [call.result() for call in lookup.calls]
+        self._pushes.clear()
+        if not values:
+            values = [answer[1] for answer in answers]
+        elif answers:
+            for part, (changed, late) in zip(values, answers, strict=True):
+                put_rows(part, changed, late)
+        lookup.values = torch.cat(values)
 
-    def _send(self, tensor: Tensor, server: int, tag: int) -> None:
-        if tensor.numel():
-            self._sending.append((self._group.send([tensor], server, tag), tensor))
-
-    def _settle(self) -> None:
-        """Wait until all messages so far are sent."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
-
-
-@contextmanager
-def table_client(
-    ctx: Context, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]
-) -> Iterator[TableClient]:
-    """Yield a client that exchanges values in the form that is best for the first batches, and end the exchange."""
-    client = TableClient(ctx, group, layout, first_batches)
-    yield client
-    client.leave()  # not after an error: servers may have died
+    def _call(self, server: str, function: str, *arguments: Any) -> Future[Any]:
+        return self._group.call(server, function, self._trainer, *arguments, timeout_s=self._timeout_s)

@@ -41,7 +41,7 @@ from hpcdist.rank.training_loop import MAX_ORDER_FREE_RANKS, Meter, Progress, bu
 from hpcdist.run.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, batches, identity, padded
-from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name
+from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, weight_name
 
 log = logging.getLogger(__name__)
 #: Test samples per trainer and batch.
@@ -59,15 +59,14 @@ def train(ctx: Context, cfg: Config) -> None:
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
     # Trainers decide on stops and saves: servers count no steps.
     trainers = ctx.roles.agree_among(ctx.roles.ranks_of("trainer"))
-    # For rows of tables and their gradients, on the host also if the default group is NCCL.
-    exchange: Any = gloo_group(range(ctx.world_size), ctx.groups.timeout)
     dense_group = make_dense_group(ctx)
     if ctx.roles.own == "parameter_server":
-        serve_tables(ctx, cfg, layout, exchange, whole_on_meta(hybrid))
+        serve_tables(ctx, cfg, layout, whole_on_meta(hybrid))
         return
-    # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses `exchange`.
+    # It restores at the same time as the servers, which restore before RPC starts.
+    part = open_dense_part(ctx, cfg, layout, trainers, dense_group)
     with rpc_group(ctx) as rpc:
-        final = train_dense_part(ctx, cfg, layout, trainers, exchange, dense_group, rpc)
+        final = train_dense_part(ctx, cfg, layout, trainers, part, rpc)
         if not ctx.is_main:
             rpc.serve({})  # until rank 0 has the tables of the final model
     if final is not None:
@@ -79,39 +78,37 @@ def train_dense_part(
     cfg: Config,
     layout: Layout,
     trainers: Groups,
-    exchange: dist.ProcessGroup,
-    dense_group: dist.ProcessGroup,
+    part: "DensePart",
     rpc: RpcGroup,
 ) -> tuple[nn.Module, Tensor] | None:
     """Train as a trainer, with constant learning rates. Returns the final model and its example on rank 0."""
-    part = open_dense_part(ctx, cfg, layout, trainers, dense_group)
     samples, progress, meter = part.samples, part.progress, part.meter
     # The client chooses the form of its messages by the rows of these batches.
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
-    with table_client(ctx, exchange, layout, first_batches) as tables:
-        steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, trainers, tables, rpc, part))
-        ctx.timer.training_begins()  # the time until here counts as start-up
-        if ctx.roles.count("trainer") > MAX_ORDER_FREE_RANKS:  # a resumed run must add in the same order
-            num_inputs = next(part.model.parameters()).shape[1]
-            example = torch.zeros(2, num_inputs, device=ctx.device)
-            settle_buckets(part.model, lambda: part.model(example).sum())
+    tables = TableClient(ctx, rpc, layout, first_batches)
+    steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, trainers, tables, rpc, part))
+    ctx.timer.training_begins()  # the time until here counts as start-up
+    if ctx.roles.count("trainer") > MAX_ORDER_FREE_RANKS:  # a resumed run must add in the same order
+        num_inputs = next(part.model.parameters()).shape[1]
+        example = torch.zeros(2, num_inputs, device=ctx.device)
+        settle_buckets(part.model, lambda: part.model(example).sum())
 
-        while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
-            remaining = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
-            lookups = tables.look_up(islice(remaining, progress.steps_until_evaluation), train=True)
-            for _ in progress.until_evaluation(steps):
-                clicks, lookup = next(lookups)
-                meter.add(**train_step(ctx, part, tables, clicks, lookup))
-                if steps.log_is_due:
-                    ctx.log(interval_metrics(trainers, progress, meter))
-                    meter.reset()
-            if steps.is_stopped:  # on all trainers after the same step, which is saved
-                return None
-            with meter.paused():
-                with ctx.timer.evaluating():  # its time counts apart from training
-                    metrics = evaluate(ctx, trainers, tables, part.model.module, samples)
-                progress.end_epoch(metrics)
-                steps.save(metrics)
+    while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
+        remaining = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
+        lookups = tables.look_up(islice(remaining, progress.steps_until_evaluation), train=True)
+        for _ in progress.until_evaluation(steps):
+            clicks, lookup = next(lookups)
+            meter.add(**train_step(ctx, part, tables, clicks, lookup))
+            if steps.log_is_due:
+                ctx.log(interval_metrics(trainers, progress, meter))
+                meter.reset()
+        if steps.is_stopped:  # on all trainers after the same step, which is saved
+            return None
+        with meter.paused():
+            with ctx.timer.evaluating():  # its time counts apart from training
+                metrics = evaluate(ctx, trainers, tables, part.model.module, samples)
+            progress.end_epoch(metrics)
+            steps.save(metrics)
 
     ctx.end_reason = progress.end_reason
     if not ctx.is_main:
