@@ -240,6 +240,7 @@ def used(path: Path) -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.processes  # imports of MLflow and torch call uname and ldconfig
 def test_private_names_of_other_packages_exist() -> None:
     private = set.union(*(used(path) for path in PACKAGE.rglob("*.py")))
     # A name of `sys.modules["…"]` is one of a module that may not be imported.

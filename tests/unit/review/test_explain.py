@@ -205,7 +205,7 @@ def test_refused_arguments_of_a_script_are_no_error_in_its_code(run: RunDir) -> 
     assert found["fix"] == f"correct the arguments, then `hpcdist resume first {overrides}`"
     # The script's own exit with this status may mean anything.
     write_outcome(run, 0, error, "Traceback (most recent call last):", in_script, error)
-    assert explained(run)["fix"].startswith("fix /me/train.py:3, then")
+    assert explained(run)["fix"].startswith("correct /me/train.py:3, then")
 
 
 def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
