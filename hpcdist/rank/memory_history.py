@@ -1,7 +1,8 @@
 """The history of a GPU's allocations: a rank without memory left names the lines of code that hold it.
 
-torch notes the stack of Python at each allocation, and forgets it with the memory. `benchmarks/gpu_probes.py history`
-measures what a training step pays for that.
+torch notes the stack of Python at each allocation, and forgets it with the memory: 0.8 µs of CPU time for 5 frames, 1.3
+for 60. That is little beside the start of a kernel, and nothing where a step waits for the GPU, while a lack of memory
+comes once and unexpectedly: so the history is always on. `benchmarks/gpu_probes.py history` measures whole steps.
 
 Nothing here ends a run: other allocators, such as `backend:cudaMallocAsync`, have no history.
 """

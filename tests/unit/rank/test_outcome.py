@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, TrainerConfig
 from hpcdist.errors import TopologyError, TrainerError
 from hpcdist.host.json_files import read_json, write_json
-from hpcdist.rank import private_network
+from hpcdist.rank import memory_history, private_network
 from hpcdist.rank.network_interface import INTERFACE_VARIABLES, interface_env
 from hpcdist.rank.worker import Outcome, at_step, exit_as_return, load_trainer
 from hpcdist.run.folder import RunDir
@@ -159,6 +160,15 @@ def test_middle_of_a_long_exception_is_removed(runs_dir: Path) -> None:
         assert text.rstrip().endswith("xxxend")
         assert "characters, see the log" in text
     assert "".join(found["traceback"]).startswith("Traceback (most recent call last)")
+
+
+def test_outcome_of_a_full_gpu_has_its_memory(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(runs_dir / "exp" / "run")
+    monkeypatch.setattr(memory_history, "memory_record", lambda: {"device": "GPU 0"})
+    for error, expected in ((torch.OutOfMemoryError, {"device": "GPU 0"}), (RuntimeError, None)):
+        attempt = run.new_attempt()
+        Outcome(attempt, 0).write_error(error("CUDA out of memory"))
+        assert (read_json(attempt.outcome(0)) or {}).get("device_memory") == expected
 
 
 def failed_in_user_code(run: RunDir, error: type[Exception], text: str) -> dict[str, Any]:
