@@ -3,12 +3,18 @@
 All nine, with those in other files: `pytest -m lost_night`.
 """
 
+import hashlib
 import os
+import secrets
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from containers import SMALL_PYTHON, Containers, mismatch
+from runtime_cases import missing_program, prepared
 from slurm_runs import SlurmRuns
 
 from hpcdist.host.json_files import read_json
@@ -33,6 +39,123 @@ def submit(runs: SlurmRuns, name: str, program: str, *overrides: str, **env: str
 def ended(runs: SlurmRuns, name: str, program: str, *overrides: str, **env: str) -> State:
     """Return the last state of a script that is submitted."""
     return runs.wait_end(name, submit(runs, name, program, *overrides, **env))
+
+
+# --- clean images
+
+
+#: The values that reach the ranks. The token is only compared: its text must not be in any file.
+SEES = """\
+import hashlib, json, os, pathlib
+names = ["HF_HOME", "TORCH_HOME", "https_proxy", "no_proxy", "SSL_CERT_FILE"]
+found = {name: os.environ.get(name) for name in names}
+found["token"] = hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
+found["certificate"] = pathlib.Path(found["SSL_CERT_FILE"]).read_text()
+found["dotfile"] = (pathlib.Path.home() / ".of-the-user").exists()
+try:
+    import module_of_the_user
+    found["user_module"] = True
+except ImportError:
+    found["user_module"] = False
+found["in_container"] = "APPTAINER_CONTAINER" in os.environ
+pathlib.Path(os.environ["HPCDIST_RUN_DIR"], "seen.json").write_text(json.dumps(found))
+"""
+
+
+def files_with(text: str, folder: Path) -> list[Path]:
+    """Return the files below a folder that contain a text."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def test_variables_reach_a_clean_image_and_the_home_does_not(
+    slurm_runs: SlurmRuns, containers: Containers, tmp_path: Path
+) -> None:
+    if (reason := mismatch() or missing_program("apptainer-sif")) is not None:
+        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", reason
+        pytest.skip(reason)
+    home, token = tmp_path / "home", f"hf_{secrets.token_hex(16)}"
+    user_site = home / f".local/lib/python3.{SMALL_PYTHON[1]}/site-packages"
+    for folder in (user_site, tmp_path / "hf", tmp_path / "torch"):
+        folder.mkdir(parents=True)
+    for file in (user_site / "module_of_the_user.py", home / ".of-the-user"):
+        file.touch()
+    (tmp_path / "ca.pem").write_text("a certificate")
+    values = {"HF_HOME": f"{tmp_path}/hf", "TORCH_HOME": f"{tmp_path}/torch", "SSL_CERT_FILE": f"{tmp_path}/ca.pem"}
+    values |= {"https_proxy": "http://proxy.invalid:3128", "no_proxy": "localhost,127.0.0.1"}
+    env = {**values, "HF_TOKEN": token, "HOME": str(home)}
+
+    def seen(name: str, *overrides: str, **more: str) -> dict[str, Any]:
+        state = ended(slurm_runs, name, SEES, *overrides, **env, **more)
+        assert state.status == "finished", slurm_runs.job_log(name)
+        assert files_with(token, slurm_runs.run_dir(name).path) == []
+        return read_json(slurm_runs.run_dir(name).path / "seen.json") or {}
+
+    with prepared("apptainer-sif", containers, slurm_runs) as runtime:
+        boxed = seen("clean-image", *runtime.overrides, **runtime.env)
+    control = seen("clean-image-control")
+    reached = {**values, "token": hashlib.sha256(token.encode()).hexdigest(), "certificate": "a certificate"}
+    assert boxed == {**reached, "in_container": True, "dotfile": False, "user_module": False}
+    assert control.items() >= {**reached, "in_container": False, "dotfile": True}.items()
+
+
+# --- out of memory told apart
+
+
+LIMIT_MIB = 1024
+LOADS = """\
+import torch
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return len(b"x" * ({mib} * 2**20))
+
+
+try:
+    for size in torch.utils.data.DataLoader(Images(), num_workers=1):
+        print(int(size))
+except RuntimeError as error:
+    print("the loader has failed:", error)
+"""
+
+
+@pytest.fixture
+def limited_steps(tmp_path: Path) -> Iterator[str]:
+    """The command of a batch script by which the steps after it have a memory limit.
+
+    Slurm gives steps such a control group with task/cgroup, which the dev cluster does not use.
+    """
+    tops = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # version 1 has a folder for the memory controller
+    group = next(top for top in tops if top.is_dir()) / f"step_{os.getpid()}"
+    try:
+        group.mkdir()
+        version_1 = (group / "memory.limit_in_bytes").exists()
+        (group / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(LIMIT_MIB * 2**20))
+    except OSError as error:
+        pytest.skip(f"control groups cannot be created here: {error}")
+    prolog = tmp_path / "prolog.sh"
+    prolog.write_text(f"#!/bin/sh\necho $PPID > {group}/cgroup.procs\n")
+    prolog.chmod(0o755)
+    yield f"export SLURM_TASK_PROLOG={prolog}"
+    group.rmdir()
+
+
+def test_killed_loader_of_a_rank_that_exits_0_is_no_success(slurm_runs: SlurmRuns, limited_steps: str) -> None:
+    overrides = (f"cluster.setup=['{limited_steps}']", "launch.max_restarts=0")
+    state = ended(slurm_runs, "loader-killed", LOADS.format(mib=2 * LIMIT_MIB), *overrides)
+    assert (state.status, state.attempt) == ("failed", 1), state
+    assert "ended with exit status 0, but the kernel killed a child process of rank 0 on n" in state.reason
+    assert "the loader has failed: DataLoader worker" in slurm_runs.attempt("loader-killed").log(0).read_text()
+    code, output = slurm_runs.command("explain", "loader-killed")
+    assert code == 0
+    assert "cause:    the processes of the Slurm step on a node needed more memory than it has there" in output
+    assert f"with a limit of {LIMIT_MIB:,} MiB for the Slurm step" in output
+    control = ended(slurm_runs, "loader-control", LOADS.format(mib=1), *overrides)
+    assert control.status == "finished", control
 
 
 # --- compile caches that outlive the process
