@@ -119,6 +119,7 @@ def write_dcp(weights: StoredWeights, folder: Path) -> None:
     writer = FileSystemWriter(folder, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10 warns of its own code
         try:
             save(state, storage_writer=writer, planner=_OneAtATime(weights), no_dist=True)
         except CheckpointException as error:  # no Exception; it contains the errors of all ranks, here of one
