@@ -29,11 +29,19 @@ COMMON = [
     "launch.num_threads=1",
     "launch.max_restarts=1000",
 ]
+#: 11 kB, 34 steps.
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 CONFIGS = {
     "ddp": ["ddp_digits", "stop.max_epochs=10", "data.batch_size=16"],
     "hybrid": [
         *("hybrid_clicks", "experiment=digits", "hybrid.tables={user: 60, item: 30, tag: 5}"),
         *("hybrid.num_samples=12800", "hybrid.batch_size=128", "stop.max_epochs=10"),
+    ],
+    "lm": [  # on the same mesh, here two shards, a resume is bit-equal
+        *("lm_small", "experiment=digits", f"lm.corpus.files=[{TEXT}]", "lm.corpus.tokenizer=byte"),
+        *("lm.model={hidden_size: 32, num_heads: 2, num_layers: 1, intermediate_size: 48}", "lm.sequence_length=32"),
+        *("lm.mesh.shard=2", "lm.eval_every_steps=null", "data.global_batch_size=10", "stop.max_epochs=99"),
+        *("stop.max_steps=900", "launch.num_ranks=2"),
     ],
 }
 #: Victims and how often they are chosen.
@@ -145,7 +153,8 @@ def test_run_survives_kills_at_random_moments(tmp_path: Path, empty_database: Pa
     config, *overrides = CONFIGS[trainer]
 
     def arguments(name: str) -> list[str]:
-        return [config, *runs.config(name, *COMMON, *overrides)[1:]]
+        data = f"data.root={tmp_path / 'data'}"
+        return [config, *runs.config(name, *COMMON, data, *overrides)[1:]]
 
     code, output = runs.command("run", *arguments("control"))
     assert code == 0, output
