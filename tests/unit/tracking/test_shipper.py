@@ -67,15 +67,17 @@ def test_sync_of_an_ended_run_follows_another_upload(scene: Scene, monkeypatch: 
     uploads: list[str] = []
     is_waiting = threading.Event()
     monkeypatch.setattr(sync_runs, "say", lambda *_, **__: is_waiting.set())
+    monkeypatch.setattr(sync_runs, "_upload", lambda *_, **__: uploads.append("of sync"))
     with shipper.only_shipper(scene.run) as only:
         assert only
         assert sync(scene.run, scene.uri).kind == "busy", "the control: `hpcdist sync` without names goes on"
-        thread = threading.Thread(target=lambda: uploads.append(sync(scene.run, scene.uri, waits=True).kind))
+        thread = threading.Thread(target=sync, args=(scene.run, scene.uri), kwargs={"waits": True})
         thread.start()
         assert is_waiting.wait(60)
+        thread.join(0.5)  # without the lock it would upload now
         uploads.append("of the other process")
     thread.join(60)
-    assert uploads == ["of the other process", "uploaded"]
+    assert uploads == ["of the other process", "of sync"]
 
 
 def test_sync_does_not_close_running_and_created_runs(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
