@@ -14,16 +14,10 @@ from doc_blocks import ROOT, blocks
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, unused_port, wait_for
 from simulated_gpus import libraries
 from slurm_cluster import WAIT_S, DevCluster, slurm_release
-from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, TWO_COUNTING_RANKS, SlurmRuns
 
 from hpcdist.host.json_files import read_json_lines
 from hpcdist.slurm.output import parse_time
-
-#: Until a command ends them. Such ranks start in a third of the time of ranks that train.
-TWO_COUNTING_RANKS = (
-    *("trainer=counting:train", "params.until=1000000"),
-    *("cluster.tasks_per_node=1", "launch.num_ranks=2"),
-)
 
 
 def test_stop_and_cancel_end_a_running_job(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, finish, wait_for
 from http_servers import SECRET, Webhook, listening_webhook
 from slurm_cluster import WAIT_S, DevCluster
-from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, TWO_COUNTING_RANKS, SlurmRuns
 
 from hpcdist.devcluster import node_faults
 from hpcdist.run.attempt_times import read_times
@@ -63,30 +63,31 @@ def start_submit(runs: SlurmRuns, name: str, *arguments: str) -> tuple[RunningCo
     return following, following.until(f"{name} is job ").split()[3].rstrip(":")
 
 
-def test_follow_shows_pending_reasons_a_requeue_and_the_end(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
-) -> None:
+def test_follow_shows_pending_reasons_a_requeue_and_the_end(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "followed"
-    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
+    following, job = start_submit(slurm_runs, name, *TWO_COUNTING_RANKS, WAITING, "--follow")
     assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
     devcluster.run("scontrol", "hold", job)
     following.until(f"queued: job {job} waits (JobHeld")
     devcluster.run("scontrol", "release", job)
     slurm_runs.start_now(job)
     following.until(f"running: job {job} on n[1-2]")
-    slurm_runs.wait_until_held(name, NUM_RANKS)
+    wait_for(slurm_runs.attempt(name).beat(1).exists, "the first steps", timeout_s=WAIT_S)
     devcluster.run("scontrol", "requeue", job)
-    slurm_runs.release(name)
     following.until("queued: requeued (everything saved (Slurm ends the job)); job ")
     slurm_runs.start_now(job)
+    wait_for(slurm_runs.attempt(name, 2).beat(1).exists, "the ranks to start again", timeout_s=WAIT_S)
+    code, output = slurm_runs.command("stop", name)
+    assert code == 0, output
     code, lines = following.end()
-    assert (code, lines[-1]) == (0, "finished: trained 90 steps, 2 epochs"), lines
+    assert code == 0, lines
+    assert lines[-1].startswith("stopped: everything saved (`hpcdist stop` by "), lines
     # `submit --follow` ships the records.
-    assert slurm_runs.mlflow_status(name) == "FINISHED"
+    assert slurm_runs.mlflow_status(name) == "KILLED"
     tags = slurm_runs.tags(name)
     assert (tags["hpcdist.slurm.job_id"], tags["hpcdist.slurm.starts"]) == (job, "2")
     assert float(tags["hpcdist.slurm.queue_s"]) >= 1
-    slurm_runs.assert_finished_as(name, job, slurm_control)
+    slurm_runs.assert_no_process_left(name)
 
 
 def test_stop_and_cancel_remove_a_pending_job_without_accounting(

@@ -18,6 +18,11 @@ from hpcdist.run.folder import ENDED, State
 #: 2 nodes with 2 ranks each; 45 steps per epoch, as with two ranks and batches of 16.
 ON_FOUR_RANKS = [*TRAINING, "data.batch_size=8", "launch.num_ranks=4"]
 NUM_RANKS = 4
+#: Until a command ends them. Such ranks start in a third of the time of ranks that train.
+TWO_COUNTING_RANKS = (
+    *("trainer=counting:train", "params.until=1000000"),
+    *("cluster.tasks_per_node=1", "launch.num_ranks=2"),
+)
 #: Final job states.
 JOB_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
