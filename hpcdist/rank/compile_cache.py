@@ -5,8 +5,7 @@ time, the files that other processes have stored on the shared file system are c
 back, every minute and at their end, one of a node at a time. A process that does not compile does nothing of this.
 
 Every minute instead of with each checkpoint, because hpcdist does not see the checkpoints of most scripts, and a killed
-process has no end. After a minute without new files nothing is copied; a checkpoint would not be earlier than that, for
-what is compiled later comes with the next one.
+process reaches no end. Without new files nothing is copied.
 
 Folders instead of torch.compiler.save_cache_artifacts: these contain no compiled C++ code, so that a start on CPUs took
 51 s with them, 61 s without, and 5 s with the folder; and processes that a script starts share a folder as well.
