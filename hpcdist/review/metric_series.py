@@ -4,7 +4,8 @@ import math
 import re
 import statistics
 from array import array
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -151,3 +152,20 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
         return kinds.index(True), name
 
     return sorted(names, key=rank)
+
+
+def common_metric(logged: Sequence[Mapping[str, float]], monitor: str, mode: str) -> tuple[str, str]:
+    """Return the metric by which to compare runs that have logged values, and whether `max` or `min` is best.
+
+    That is the monitored metric, or else one that most runs have logged. Both are empty if there is none; the second
+    is empty, too, if only its name is known.
+
+    Args:
+        logged: values by metric, of each run.
+    """
+    counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
+    if monitor in counts:
+        return monitor, mode
+    most = [key for key, count in counts.items() if count == max(counts.values())]
+    metric = next(iter(ranked(most, monitor)), "")
+    return metric, "min" if "loss" in metric else ""

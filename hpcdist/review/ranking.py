@@ -9,9 +9,10 @@ from itertools import groupby
 
 from hpcdist.host.json_files import read_json
 from hpcdist.review.description import dataset_text
-from hpcdist.review.facts import read_facts, readable
+from hpcdist.review.facts import RunFacts, last_beat, read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.uncertainty import evaluated_on, mean_text, share_error, with_error
+from hpcdist.review.metric_series import common_metric
+from hpcdist.review.uncertainty import LARGEST_VALUE, evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import Measured, Verdict, judge
 from hpcdist.run.config_origin import is_generated
 from hpcdist.run.folder import RunDir, State
@@ -25,6 +26,7 @@ class Result:
     metric: str  #: empty without a result, as of a run that failed early: only its cost counts
     mode: str  #: `max` or `min`
     value: float = 0.0
+    is_last: bool = False  #: whether the value is the last one that was logged, not the best one of a checkpoint
     data: str  #: of the evaluation, see `dataset_text`; empty if unknown
     num_samples: int | None  #: of which the value is a proportion
     ended: float  #: seconds since the epoch
@@ -43,7 +45,8 @@ class Result:
     def kind(self) -> tuple[str, ...]:
         """Results of the same kind are comparable."""
         rule = "lowest is best" if self.mode == "min" else "highest is best"
-        return self.metric, self.data, rule
+        which = "last value" if self.is_last else ""
+        return self.metric, which, self.data, rule
 
     @property
     def sort_value(self) -> float:
@@ -82,7 +85,7 @@ def read_result(run: RunDir, state: State) -> Result:
         setting=setting,
     )
     if facts.best is None:
-        return without_value
+        return _with_last_value(without_value, run, facts)
     return replace(
         without_value,
         metric=facts.monitor,
@@ -90,6 +93,20 @@ def read_result(run: RunDir, state: State) -> Result:
         step=facts.best.step,
         num_samples=facts.num_evaluated,
     )
+
+
+def _with_last_value(result: Result, run: RunDir, facts: RunFacts) -> Result:
+    """Return the result of a run without evaluated checkpoints, as of most scripts: the last value that it has logged.
+
+    Only of a finished run, since another one may have ended anywhere, and of a metric whose best direction is known.
+    """
+    beat = last_beat(run)
+    metrics = beat.get("metrics", {})
+    metric, mode = common_metric([metrics], facts.monitor, facts.monitor_mode)
+    if facts.state.status != "finished" or not mode or not abs(metrics[metric]) <= LARGEST_VALUE:
+        return result
+    step = beat.get("metric_steps", {}).get(metric, 0)
+    return replace(result, metric=metric, mode=mode, value=metrics[metric], is_last=True, data="", step=step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from hpcdist.host.json_files import read_json
 from hpcdist.review.description import fitted, setup_rows, setup_table, state_at, status_line
 from hpcdist.review.facts import best_checkpoint, last_beat, read_checkpoints, read_facts, readable
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
-from hpcdist.review.metric_series import is_hidden, is_read, ranked
+from hpcdist.review.metric_series import common_metric
 from hpcdist.review.ranking import Measure, Ranking, Result, Row, make_rows, measure_in
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.review.verdict import Measured, Verdict
@@ -170,9 +170,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     is_best = any(cell.metric is not None for cell in cells)
     if not is_best:  # no evaluated checkpoints, as in runs of scripts
         beats = [last_beat(run) for run in runs]
-        metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.monitor)
-        if metric != monitor.monitor:
-            mode = "min" if "loss" in metric else ""
+        metric, mode = common_metric([beat.get("metrics", {}) for beat in beats], metric, mode)
         cells = [_with_last_value(cell, beat, metric) for cell, beat in zip(cells, beats, strict=True)]
     return SweepFacts(
         state=state,
@@ -221,15 +219,6 @@ def _with_last_value(cell: CellFacts, beat: Mapping[str, Any], metric: str) -> C
     value = beat.get("metrics", {}).get(metric)
     step = beat.get("metric_steps", {}).get(metric)
     return replace(cell, metric=value, step=step)
-
-
-def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
-    """Return the metric by which to compare runs: the monitored one, or else one that most of them have logged."""
-    counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
-    if monitor in counts:
-        return monitor
-    most = [key for key, count in counts.items() if count == max(counts.values())]
-    return next(iter(ranked(most, monitor)), "")
 
 
 #: Rows of `setup_rows` that a sweep shows of its first cell.

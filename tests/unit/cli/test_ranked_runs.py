@@ -1,6 +1,7 @@
 """`hpcdist runs --sort best`: the results of ended runs, the best one first."""
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,32 @@ def test_seeds_of_a_setting_count_with_their_mean(make: Make, runs_dir: Path) ->
     assert (second["name"], second["text"]) == ("exp/grid lr=1", "0.8 ± 0.1 s.d. (n=2)")
     assert second["against_best"]["word"] == "too few seeds"
     assert [run["value"] for run in second["runs"]] == [0.9, 0.7]
+
+
+def test_finished_script_counts_with_its_last_value(make: Make, runs_dir: Path) -> None:
+    """Of a run that ended early, or a metric of which the best direction is unknown, there is no result."""
+    logged = (
+        ("low", "finished", {"loss": 0.5, "grad": 2.0}),
+        ("lower", "finished", {"loss": 0.25}),
+        ("monitored", "finished", {"loss": 0.1, "eval/max": 0.75}),
+        ("failed", "failed", {"loss": 0.1}),
+        ("unknown", "finished", {"reward": 3.0}),
+        ("diverged", "finished", {"loss": math.nan}),
+    )
+    for name, status, metrics in logged:
+        beat = {"time": 1.0, "step": 7, "metrics": metrics, "metric_steps": dict.fromkeys(metrics, 7)}
+        write_json(make(name, None, status).attempt(1).beat(0), beat)
+    make("evaluated", 0.5)
+    ranked, notes = rank_runs(find_runs(runs_dir))
+    rows = {row["name"]: row for row in as_data(ranked)}
+    assert {name: (row["kind"], row["text"]) for name, row in rows.items()} == {
+        "exp/lower": ("loss · last value · lowest is best", "0.25"),
+        "exp/low": ("loss · last value · lowest is best", "0.5"),
+        "exp/monitored": ("eval/max · last value · highest is best", "0.75"),
+        "exp/evaluated": ("eval/max · highest is best", "0.5"),
+    }
+    assert rows["exp/lower"]["runs"][0]["step"] == 7
+    assert notes == ["3 ended runs without a result"]
 
 
 @pytest.mark.parametrize("width", [60, 140])

@@ -202,7 +202,7 @@ def test_experiment_without_a_result_has_its_cost(scene: Scene, end: End) -> Non
     scene.shipper().ship_once()
     note = note_of_experiment(scene).removeprefix(f"{MARK}\n\n")
     assert note.startswith(
-        "**No run has a result** · 1 ended run until 1970-01-01 00:00 UTC\n\nA result is the value of "
+        "**No run has a result** · 1 ended run until 1970-01-01 00:00 UTC\n\nA result is the best value of "
     )
     end("a", 0.9, 1.0)
     assert "**Best eval/accuracy: " in note_of_experiment(scene)
