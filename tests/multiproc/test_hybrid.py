@@ -31,8 +31,8 @@ from hpcdist.trainers.hybrid.tables import INIT_SCALE, Layout, TableShard, choos
 from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
-#: Few rows of two batches are equal.
-LARGE = {"user": 100_000, "item": 50_000, "tag": 20_000}
+#: Some rows of two batches are equal, so that values are sent ahead and few of them again.
+LARGE = {"user": 2000, "item": 1000, "tag": 400}
 NUM_STEPS = 5
 NUM_TRAINERS = 2
 
@@ -143,8 +143,8 @@ def write_log(folder: Path, tables: Mapping[str, int]) -> Path:
 @pytest.mark.parametrize(
     ("optimizer", "num_servers", "tables", "has_file", "pool_at_server", "ahead"),
     [
-        ("sgd", 2, LARGE, False, True, True),
-        pytest.param("adagrad", 3, LARGE, True, False, True, marks=pytest.mark.faults),
+        ("adagrad", 2, LARGE, False, True, True),
+        pytest.param("sgd", 3, LARGE, True, False, True, marks=pytest.mark.faults),
         pytest.param("sparse_adam", 1, TABLES, False, False, False, marks=pytest.mark.slow),
     ],
 )

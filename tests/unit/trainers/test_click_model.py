@@ -21,7 +21,15 @@ from hpcdist.run.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
-from hpcdist.trainers.hybrid.tables import Layout, TableShard, grouped, rows_as_units, sums_as_units, sums_of
+from hpcdist.trainers.hybrid.tables import (
+    Layout,
+    TableServer,
+    TableShard,
+    grouped,
+    rows_as_units,
+    sums_as_units,
+    sums_of,
+)
 from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, load_clicks
 from hpcdist.trainers.rl.train import returns_curves
 
@@ -294,6 +302,28 @@ def test_update_changes_the_rows_of_the_batch_only(monkeypatch: pytest.MonkeyPat
     one.update(*grouped(torch.tensor([4, 1, 4, 0]), torch.tensor([0, 0, 1, 1])), torch.tensor([[1.0, 2], [3, 4]]))
     change = torch.tensor([[3.0, 4], [1, 2], [0, 0], [0, 0], [4, 6], [0, 0]])
     torch.testing.assert_close(one.weight, before - 0.1 * change)
+
+
+def test_push_answers_with_values_as_they_are_after_the_update() -> None:
+    one, before = shard(Layout({"a": 6}, 2, 1), 0, "sgd"), shard(Layout({"a": 6}, 2, 1), 0).weight
+    server = TableServer(one, num_trainers=2)
+    server.look_up(0, torch.tensor([0, 1]), None, True)
+    server.look_up(1, torch.tensor([1, 4]), None, True)
+    server.look_up(0, torch.tensor([2, 4, 5, 1]), None, True)  # ahead
+    first = server.push(0, torch.ones(2, 2), None, None)
+    assert not first.done(), "it waits for the gradients of the other trainer"
+    second = server.push(1, torch.ones(2, 2), torch.tensor([3, 0]), None)
+    # The mean over two trainers, times the learning rate 0.1.
+    torch.testing.assert_close(one.weight, before - torch.tensor([[0.05], [0.1], [0], [0], [0.05], [0]]))
+    changed, late = first.result()  # type: ignore[misc]
+    assert changed is not None
+    assert changed.tolist() == [1, 3]
+    assert torch.equal(late, one.weight[[4, 1]])
+    units, values = second.result()  # type: ignore[misc]
+    assert units is None
+    assert torch.equal(values, one.weight[[3, 0]])
+    server.push(0, torch.ones(4, 2), None, None)
+    assert server.push(1, torch.ones(2, 2), None, None).result() is None, "there is no next batch"
 
 
 def ragged(*bags: list[int]) -> Bags:
