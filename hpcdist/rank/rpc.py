@@ -106,18 +106,14 @@ class RpcGroup:
         for future in self.call_all(to, "_command", command, arguments):
             future.result()
 
-    def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
+    def serve(self, commands: Mapping[str, Callable[..., None]]) -> None:
         """Execute the commands of rank 0 until it leaves its block. Stop signals are forwarded to rank 0.
 
         Args:
             commands: the functions that rank 0 may call by `send_command`, by name.
-            background: futures of this rank's own threads; their exceptions are raised here.
         """
         is_stop_sent = False
         while True:
-            for future in background:
-                if future.done():
-                    future.result()
             try:
                 command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
             except queue.Empty:
