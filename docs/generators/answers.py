@@ -65,6 +65,15 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "checkpoint_stall",
     ),
     (
+        "How much processor time does a token of the trainer lm take?",
+        "{} of a bare FSDP2 loop, {} of Lightning Fabric",
+        (
+            r"trainer `lm`: CPU time of a token over a bare FSDP2 loop",
+            r"trainer `lm`: CPU time of a token over Lightning Fabric",
+        ),
+        "lm",
+    ),
+    (
         "How long does logging a metric take?",
         "{}; MLflow's client {}, to a server {}, asynchronous {}",
         (
