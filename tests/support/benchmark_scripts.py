@@ -29,6 +29,7 @@ SMALLEST = {
     "goodput": ("--rounds", "1", "--steps", "30", "--kill-every", "1", "--max-kills", "1"),
     "checkpoint_stall": ("--rounds", "1", "--megabytes", "2"),
     "sharded_checkpoint": ("--rounds", "1", "--megabytes", "2"),
+    "lm": ("--rounds", "1", "--steps", "1"),
     "log_record": ("--rounds", "1"),
     "shipping": ("--records", "1000"),
     "timing": ("--pairs", "100"),
@@ -59,7 +60,6 @@ MEASURED_INSTEAD = {
 }
 #: Scripts whose results are in the notes of RESULTS.md, and where their JSON has a figure.
 BY_HAND = {
-    "lm": (("--rounds", "1", "--steps", "1"), ("bare_over_ours",)),
     "elastic": (("--rounds", "1", "--ranks", "2", "--steps", "1"), ("elastic, exact, wide, 2 ranks", "cpu_over_ddp")),
     "million_records": (("--records", "1000", "--stores", "sqlite"), ("rows", "sqlite, shipper", "over_log_batch")),
 }
@@ -74,7 +74,12 @@ NOT_RUN = {
 MODULES = {"harness", "fault_runs", "scale_simulation", "gpu_stages"}
 #: Packages that only `make bench` installs, by the part of a figure's path that needs them. Without a package, a script
 #: leaves out the contender.
-PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "Lightning, ModelCheckpoint": "lightning"}
+PACKAGES = {
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "Lightning, ModelCheckpoint": "lightning",
+    "ours_over_fabric": "lightning",
+}
 
 
 def load_run_all() -> ModuleType:
