@@ -131,14 +131,19 @@ class RpcGroup:
 
         A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
         """
-        # Not `ctx.groups`, whose barrier uses the timer, since the timer belongs to another thread.
-        all_ranks = Groups(self._ctx.groups.control, self._ctx.groups.store)
-        with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-rpc") as pool:
-            arrived = pool.submit(all_ranks.barrier)
-            while not wait([arrived], PULSE_INTERVAL_S).done:
-                self._ctx.timer.alive()
-        arrived.result()
+        _await_all_ranks(self._ctx)
         self.transport.close()
+
+
+def _await_all_ranks(ctx: Context) -> None:
+    """Wait until all ranks have made this call, with heartbeats: the other ranks may be busy for long."""
+    # Not `ctx.groups`, whose barrier uses the timer, since the timer belongs to another thread.
+    all_ranks = Groups(ctx.groups.control, ctx.groups.store)
+    with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-rpc") as pool:
+        arrived = pool.submit(all_ranks.barrier)
+        while not wait([arrived], PULSE_INTERVAL_S).done:
+            ctx.timer.alive()
+    arrived.result()
 
 
 @contextmanager
@@ -160,6 +165,8 @@ def rpc_group(
         timeout_s: default time limit of a call, in seconds.
         num_threads: number of calls that this rank answers at the same time.
     """
+    # A rank may first load a checkpoint or its data, for longer than the store waits for an address.
+    _await_all_ranks(ctx)
     group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
     for name, future in zip(group.names, group.call_all(group.names, "_pulse", False), strict=True):
         try:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -172,6 +173,21 @@ def test_stop_request_on_any_rank_stops_rank_0(tmp_path: Path) -> None:
     steps, *others = spawn_ranks(step_until_stop, 3, path=new_run(tmp_path).path)
     assert steps > 0
     assert others == [-1, -1]
+
+
+def come_late(here: Rank, path: Path) -> bool:
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        ctx.groups.store.set_timeout(timedelta(seconds=0.5))
+        if ctx.is_main:
+            time.sleep(2)
+        with rpc_group(ctx) as group:
+            if not ctx.is_main:
+                group.serve({})
+        return True
+
+
+def test_start_waits_for_a_rank_that_loads_for_long(tmp_path: Path) -> None:
+    assert spawn_ranks(come_late, 3, path=new_run(tmp_path).path) == [True] * 3
 
 
 def lose_rank(here: Rank, path: Path, victim: int) -> str:
