@@ -7,7 +7,7 @@ A server holds its rows of all tables in one matrix, so that several tables need
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -316,7 +316,8 @@ class TableServer:
         self._lock = threading.Lock()
         self._batches: list[deque[_Batch]] = [deque() for _ in range(num_trainers)]  #: by trainer
         self._pushes: dict[int, _Push] = {}  #: by trainer, until all have sent theirs
-        self._prepared: _Update | None = None  #: the next update, if the next batch of each trainer is known
+        self._prepared: _Update | None = None  #: the next update, once it is known and prepared
+        self._preparation = ThreadPoolExecutor(1, thread_name_prefix="tables")
         self._touched = np.zeros(len(shard.weight), dtype=bool)
 
     @property
@@ -367,8 +368,14 @@ class TableServer:
         for push, batches in zip(pushes, self._batches, strict=True):
             push.answer.set_result(self._values_after(update, batches))
         self._prepared = None
-        if all(self._batches):  # while the trainers compute
-            self._prepared = self._next_update()
+        # In another thread: the last trainer gets its answer when this call ends.
+        self._preparation.submit(self._prepare)
+
+    def _prepare(self) -> None:
+        """Prepare the next update while the trainers compute. An error of it comes again with the update itself."""
+        with self._lock:
+            if self._prepared is None and all(self._batches):
+                self._prepared = self._next_update()
 
     def _next_update(self) -> _Update:
         return _Update.of([batches[0].units for batches in self._batches])

@@ -4,6 +4,7 @@ import math
 import random
 import struct
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,25 @@ def test_push_answers_with_values_as_they_are_after_the_update() -> None:
     assert torch.equal(values, one.weight[[3, 0]])
     server.push(0, torch.ones(4, 2), None, None)
     assert server.push(1, torch.ones(2, 2), None, None).result() is None, "there is no next batch"
+
+
+def test_last_trainer_does_not_wait_for_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TableServer(shard(Layout({"a": 6}, 2, 1), 0, "sgd"), num_trainers=1)
+    next_update = server._next_update
+    is_answered = threading.Event()
+    waits: list[bool] = []
+
+    def noted() -> Any:
+        waits.append(is_answered.wait(2))
+        return next_update()
+
+    server.look_up(0, torch.tensor([0, 1]), None, True)
+    server._prepared = next_update()
+    monkeypatch.setattr(server, "_next_update", noted)
+    server.push(0, torch.ones(2, 2), torch.tensor([2]), None)
+    is_answered.set()
+    server._preparation.shutdown()
+    assert waits == [True]
 
 
 def ragged(*bags: list[int]) -> Bags:
