@@ -278,6 +278,9 @@ def weight_name(table: str) -> str:
 #: Values are sent before the previous batch's gradients are applied if these change less than this share of the units:
 #: changed values are sent twice.
 MAX_LATE_SHARE = 0.25
+#: Threads in which a server answers. Its lock lets one compute at a time; each may start as many threads of OpenMP as
+#: the server has cores.
+NUM_SERVER_THREADS = 2
 
 
 class _Batch(NamedTuple):
@@ -417,7 +420,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, whole: nn.Module) ->
         own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
         shard.load(saved.shard(rank) for rank in own_first)
     server = TableServer(shard, ctx.roles.count("trainer"))
-    with rpc_group(ctx, server.functions) as group:
+    with rpc_group(ctx, server.functions, num_threads=NUM_SERVER_THREADS) as group:
         group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())})
 
 
