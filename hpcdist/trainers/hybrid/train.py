@@ -4,8 +4,9 @@ A sample has numeric features and, for each table, a *bag* of ids; the dense par
 bags. Each trainer reads its own share of the samples, looks up the rows of its next batch one batch ahead, and sends
 the gradients of the sums back. DDP averages the dense gradients over the trainers.
 
-A server applies the gradients of all trainers as one update, in the order of the trainers, and sends no value that a
-pending update would change. The result equals a single process on the joint batch, up to the order of sums.
+A server applies the gradients of all trainers as one update, in the order of the trainers. It sends the values that an
+update has changed again, so that no trainer computes with older ones. The result equals a single process on the joint
+batch, up to the order of sums.
 
 The number of shares of the samples is that of the trainers at the first start. A resume with fewer trainers gives some
 of them several shares, with one batch of each in a step: the joint batches, and the result up to the order of
