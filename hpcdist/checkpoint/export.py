@@ -250,8 +250,8 @@ def write_model(
     """Write the weights of a checkpoint to a file or folder, under their names in the bare model.
 
     The formats `safetensors`, `dcp` and `huggingface` need memory for the largest tensor only, `torch` for all of them.
-    A safetensors output is a folder in Hugging Face's layout, unless
-    it ends with .safetensors. The output appears when it is complete.
+    A safetensors output is a folder in Hugging Face's layout, unless it ends with .safetensors. The output appears when
+    it is complete.
 
     Args:
         stored: the config of the run, whose trainer may change the weights, and must know the format `huggingface`.
