@@ -9,6 +9,7 @@ Nothing here ends a run: other allocators, such as `backend:cudaMallocAsync`, ha
 
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -21,6 +22,8 @@ from hpcdist.run.device_memory import DeviceMemory
 log = logging.getLogger(__name__)
 #: Of GPUs of NVIDIA and AMD. torch has no such history of others.
 _MODULE = "torch.cuda"
+#: In the message of a lack of memory, with the number of the GPU in this process.
+_FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 
 
 def record_when_used() -> None:
@@ -51,16 +54,23 @@ def begin() -> None:
         log.debug("a lack of GPU memory will not be explained by lines of code: %s", error)
 
 
-def memory_record() -> dict[str, Any] | None:
-    """Return what holds the memory of the current GPU, as a record of `DeviceMemory`; None if torch does not say."""
-    import torch
+def memory_record(message: str) -> dict[str, Any] | None:
+    """Return what holds the memory of a full GPU, as a record of `DeviceMemory`; None if torch does not say.
 
-    if not torch.cuda.is_initialized():
+    Args:
+        message: of the error. A script may use another GPU than torch's current one.
+    """
+    # Other libraries have errors of this name, too: a script without torch does not import it here.
+    cuda = sys.modules.get(_MODULE)
+    if cuda is None or not cuda.is_initialized():
         return None
+    named = _FULL_GPU.search(message)
     try:
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
-        snapshot = torch.cuda.memory._snapshot()
-        memory = DeviceMemory.of_snapshot(snapshot, torch.cuda.current_device(), free_bytes, total_bytes)
+        index = cuda.current_device()
+        if named is not None:
+            index = int(named[1])
+        free_bytes, total_bytes = cuda.mem_get_info(index)
+        memory = DeviceMemory.of_snapshot(cuda.memory._snapshot(), index, free_bytes, total_bytes)
     except Exception as error:  # the lack of memory is the error to report
         log.debug("the lack of GPU memory is not explained by lines of code: %s", error)
         return None

@@ -547,7 +547,7 @@ class Outcome:
             details["traceback"] = [_shorten(trace)]
         if type(error).__name__ == _OUT_OF_MEMORY:
             details["num_micro_batches"] = self.num_micro_batches()
-            details["device_memory"] = memory_history.memory_record()
+            details["device_memory"] = memory_history.memory_record(text)
         if isinstance(error, UserMistake | SyntaxError):
             self.write("rejected", **details)
             return UserMistake.exit_code

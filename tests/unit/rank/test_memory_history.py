@@ -54,12 +54,34 @@ def test_start_of_a_gpu_survives_an_allocator_without_history(
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    assert memory_record() is None, "the GPU of another type is full, and torch.cuda is not asked"
+    assert memory_record("CUDA out of memory") is None, "the GPU of another type is full, and torch.cuda is not asked"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with caplog.at_level(logging.DEBUG):
         memory_history.begin()
-        assert memory_record() is None
+        assert memory_record("CUDA out of memory") is None
     assert caplog.text.count("cudaMallocAsync does not yet support recordHistory") == 2
+
+
+def test_memory_is_that_of_the_gpu_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [{"size": 8 * MIB, "state": "active_allocated"}]
+    segments = [{"device": index, "total_size": 8 * MIB, "blocks": blocks * index} for index in (0, 1)]
+    asked = []
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        asked.append(index)
+        return MIB, 16 * MIB
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": segments})
+    memory = memory_record("CUDA out of memory. Tried to allocate 2 GiB. GPU 1 has a total capacity of 16 GiB of which")
+    assert memory is not None
+    assert (memory["device"], memory["allocated_bytes"], asked) == ("GPU 1", 8 * MIB, [1])
+    memory = memory_record("CUDA out of memory")
+    assert memory is not None
+    assert (memory["device"], memory["allocated_bytes"], asked) == ("GPU 0", 0, [1, 0])
 
 
 #: Fills a small part of a GPU. Prints the record of its memory as JSON.
@@ -90,7 +112,7 @@ weights = hold_weights()
 try:
     hold_activations([])
 except torch.OutOfMemoryError as error:
-    print(json.dumps(memory_record()))
+    print(json.dumps(memory_record(str(error))))
 """
 
 

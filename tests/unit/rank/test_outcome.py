@@ -168,7 +168,7 @@ def test_middle_of_a_long_exception_is_removed(runs_dir: Path) -> None:
 
 def test_outcome_of_a_full_gpu_has_its_memory(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(runs_dir / "exp" / "run")
-    monkeypatch.setattr(memory_history, "memory_record", lambda: {"device": "GPU 0"})
+    monkeypatch.setattr(memory_history, "memory_record", lambda message: {"device": "GPU 0"})
     for error, expected in ((torch.OutOfMemoryError, {"device": "GPU 0"}), (RuntimeError, None)):
         attempt = run.new_attempt()
         Outcome(attempt, 0).write_error(error("CUDA out of memory"))
@@ -379,3 +379,12 @@ def test_interface_with_the_route_to_the_master_is_selected(monkeypatch: pytest.
     problem = r"^the master 'n1' cannot be reached from .* \(.*n1 not known\): does its name resolve on every node\? "
     with pytest.raises(TopologyError, match=problem):
         interface_env("n1", {})
+
+
+def test_full_gpu_of_a_script_without_torch_is_reported(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "torch.cuda")
+    error_of_cupy = type("OutOfMemoryError", (MemoryError,), {})
+    attempt = RunDir.create(runs_dir / "exp" / "run").new_attempt()
+    assert Outcome(attempt, 0).write_error(error_of_cupy("Out of memory allocating 4 bytes")) == 1
+    assert "Out of memory allocating 4 bytes" in (read_json(attempt.outcome(0)) or {})["error"]
