@@ -424,6 +424,10 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
             runpy.run_path(path, run_name="__main__")
 
 
+#: Between the exit status of a script and its last line; `hpcdist/review/explain.py` divides the error by it, too.
+_LAST_LINE = "; its last line: "
+
+
 @contextmanager
 def exit_as_return(name: str) -> Iterator[None]:
     """Let `sys.exit` end the block without an error if the exit status is 0.
@@ -445,7 +449,7 @@ def exit_as_return(name: str) -> Iterator[None]:
             status = str(code)
             last_line = log_files.last_line_of_output(begin)
             if last_line:
-                status += f"; its last line: {last_line}"
+                status += f"{_LAST_LINE}{last_line}"
         else:
             return
         error = RuntimeError(f"{name} ended with exit status {status}")
@@ -538,7 +542,9 @@ class Outcome:
             lines.append(trace.rstrip())
         log.error("%s", "\n".join(lines))
         is_peer_lost = isinstance(error, PeerLost)
-        if isinstance(error, RuntimeError) and any(part in text for part in _PEER_LOST):
+        # The last line of a script is no error of torch: NCCL_DEBUG=INFO prints the word NCCL in it.
+        message = text.partition(_LAST_LINE)[0]
+        if isinstance(error, RuntimeError) and any(part in message for part in _PEER_LOST):
             is_peer_lost = True
         if not isinstance(error, HpcdistError):
             text = f"{type(error).__name__}: {text}"

@@ -388,3 +388,12 @@ def test_full_gpu_of_a_script_without_torch_is_reported(runs_dir: Path, monkeypa
     attempt = RunDir.create(runs_dir / "exp" / "run").new_attempt()
     assert Outcome(attempt, 0).write_error(error_of_cupy("Out of memory allocating 4 bytes")) == 1
     assert "Out of memory allocating 4 bytes" in (read_json(attempt.outcome(0)) or {})["error"]
+
+
+def test_last_line_of_a_script_makes_no_rank_a_lost_peer(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "run")
+    printed = "train.py ended with exit status 3; its last line: node1:12:12 [0] NCCL INFO comm 0x1 - Destroy COMPLETE"
+    for text, is_lost in ((printed, False), ("NCCL error: remote process exited", True)):
+        attempt = run.new_attempt()
+        Outcome(attempt, 0).write_error(RuntimeError(text))
+        assert (read_json(attempt.outcome(0)) or {})["peer_lost"] == is_lost
