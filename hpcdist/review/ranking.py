@@ -63,7 +63,6 @@ def read_result(run: RunDir, state: State) -> Result:
     """Return the result of an ended run from its folder. Raises RunFolderError if the folder is damaged."""
     facts = read_facts(run, state)
     ledger = read_ledger(run)
-    data = evaluated_on(facts.monitor, facts.datasets)
     sweep = sweep_of(run)
     setting = ""
     if sweep is not None:
@@ -72,7 +71,7 @@ def read_result(run: RunDir, state: State) -> Result:
         metric="",
         mode=facts.monitor_mode,
         status=state.status,
-        data="" if data is None else dataset_text(data),
+        data=_data_of(facts.monitor, facts),
         num_samples=None,
         ended=state.ended or 0.0,
         allocated_s=ledger.allocated_s,
@@ -95,6 +94,11 @@ def read_result(run: RunDir, state: State) -> Result:
     )
 
 
+def _data_of(metric: str, facts: RunFacts) -> str:
+    data = evaluated_on(metric, facts.datasets)
+    return "" if data is None else dataset_text(data)
+
+
 def _with_last_value(result: Result, run: RunDir, facts: RunFacts) -> Result:
     """Return the result of a run without evaluated checkpoints, as of most scripts: the last value that it has logged.
 
@@ -106,7 +110,8 @@ def _with_last_value(result: Result, run: RunDir, facts: RunFacts) -> Result:
     if facts.state.status != "finished" or not mode or not abs(metrics[metric]) <= LARGEST_VALUE:
         return result
     step = beat.get("metric_steps", {}).get(metric, 0)
-    return replace(result, metric=metric, mode=mode, value=metrics[metric], is_last=True, data="", step=step)
+    data = _data_of(metric, facts)
+    return replace(result, metric=metric, mode=mode, value=metrics[metric], is_last=True, data=data, step=step)
 
 
 @dataclass(frozen=True, kw_only=True)

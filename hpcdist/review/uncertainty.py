@@ -24,12 +24,15 @@ LEGEND = "± alone: standard error, from the number of test samples; ± with s.d
 
 
 def evaluated_on(metric: str, datasets: Iterable[DatasetRecord]) -> DatasetRecord | None:
-    """Return the dataset of an evaluation: of the split that the metric names, else the only one besides training.
+    """Return the dataset of a metric: of the split that its name begins with, else the only one besides training.
 
     None if there is no such dataset, or more than one.
     """
-    others = [data for data in datasets if data.split not in _TRAINING]
     split = re.split(r"[/_.]", metric)[0]
+    if split in _TRAINING:
+        training = [data for data in datasets if data.split in _TRAINING]
+        return training[0] if len(training) == 1 else None
+    others = [data for data in datasets if data.split not in _TRAINING]
     same_data = next((names for names in _SPLITS if split in names), ())
     candidates = [data for data in others if data.split == split or data.split in same_data]
     if not candidates:

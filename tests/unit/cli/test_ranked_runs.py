@@ -12,6 +12,7 @@ from hpcdist.cli.ranked_runs import as_data, rank_runs, show_rankings
 from hpcdist.host.json_files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 
 
 @pytest.fixture
@@ -83,6 +84,22 @@ def test_finished_script_counts_with_its_last_value(make: Make, runs_dir: Path) 
     }
     assert rows["exp/lower"]["runs"][0]["step"] == 7
     assert notes == ["3 ended runs without a result"]
+
+
+def test_last_values_on_different_data_are_not_compared(make: Make, runs_dir: Path) -> None:
+    for name in ("mnist", "digits"):
+        for metric in ("train/loss", "eval/max"):
+            attempt = make(f"{name}-{metric[:4]}", None).attempt(1)
+            write_json(attempt.beat(0), {"time": 1.0, "step": 7, "metrics": {metric: 0.5}})
+            data = (DatasetRecord(name=name), DatasetRecord(name=name, split="test"))
+            write_training(attempt, TrainingRecord(datasets=data))
+    kinds = {row["name"]: (row["kind"], row["place"]) for row in as_data(rank_runs(find_runs(runs_dir))[0])}
+    assert kinds == {
+        "exp/mnist-trai": ("train/loss · last value · mnist (train) · lowest is best", 1),
+        "exp/digits-trai": ("train/loss · last value · digits (train) · lowest is best", 1),
+        "exp/mnist-eval": ("eval/max · last value · mnist (test) · highest is best", 1),
+        "exp/digits-eval": ("eval/max · last value · digits (test) · highest is best", 1),
+    }
 
 
 @pytest.mark.parametrize("width", [60, 140])
