@@ -106,6 +106,9 @@ def _read_sweep_status(sweep: "SweepDir") -> dict[str, object]:
         name = row.best.name
         values = row.measured.values
         settings.append({"label": name, "values": values, "num_cells": facts.num_cells(name), "text": row.value_text})
+    if facts.has_seeds:
+        for name in facts.without_value:
+            settings.append({"label": name, "values": (), "num_cells": facts.num_cells(name), "text": ""})
     return {"sweep": sweep.name, "metric": facts.monitor, "settings": settings, "cells": cells}
 
 

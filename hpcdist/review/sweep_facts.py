@@ -105,6 +105,13 @@ class SweepFacts:
         return self.ranking.rows
 
     @property
+    def without_value(self) -> list[str]:
+        """The names of the settings, without seeds of the cells, that are not in `ranking`."""
+        ranked = {row.best.name for row in self.ranking.rows}
+        names = dict.fromkeys(setting_of(cell.values) for cell in self.cells)
+        return [name for name in names if name not in ranked]
+
+    @property
     def best(self) -> Row | None:
         """The best setting, without seeds the best cell; None if it is unknown."""
         if not self.monitor_mode or not self.ranking.rows:
@@ -136,12 +143,18 @@ class SweepFacts:
 
     @property
     def setting_rows(self) -> list[tuple[str, str, str, str]]:
-        """A row for each of `settings`: label, mean with deviation, verdict against the best one, number of cells."""
+        """A row for each setting: label, mean with deviation, verdict against the best one, number of cells.
+
+        Settings without a value come last. Empty without seeds.
+        """
+        if not self.has_seeds:
+            return []
         verdicts = self.verdict_texts
         rows = []
         for row in self.settings:
             name = row.best.name
             rows.append((name, row.value_text, verdicts.get(name, ""), str(self.num_cells(name))))
+        rows += [(name, "", "", str(self.num_cells(name))) for name in self.without_value]
         return rows
 
     def num_cells(self, setting: str) -> int:
@@ -298,10 +311,10 @@ def _table(facts: SweepFacts, num_kept: int) -> str:
     for row in facts.ranking.rows:
         name = row.best.name
         title = link(escaped(name, 100), pages.get(name, ""))
-        rows.append((title, row.value_text, verdicts.get(name, ""), row.steps_text, _counted(states.pop(name))))
-    for name, counts in states.items():
+        rows.append((title, row.value_text, verdicts.get(name, ""), row.steps_text, _counted(states[name])))
+    for name in facts.without_value:
         title = link(escaped(name, 100), pages.get(name, ""))
-        rows.append((title, "", "", "", _counted(counts)))
+        rows.append((title, "", "", "", _counted(states[name])))
     first = "Setting" if facts.has_seeds else "Run"
     text = table((first, facts.monitor or "Value", "Against the best", "At step", "State"), rows[:num_kept])
     left_out = len(rows) - num_kept

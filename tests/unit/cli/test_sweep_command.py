@@ -139,7 +139,14 @@ def test_repeat_sets_seeds_and_settings_are_compared_by_means(hpcdist: Cli, cell
     for run in SweepDir(Path("runs/digits/tune")).cells():
         shutil.rmtree(run.checkpoints)
         beat = {"time": 1.0, "step": 7, "total_steps": 9, "metrics": {"own/score": 1.0}}
-        write_json(run.new_attempt().beat(0), beat)
+        attempt = run.new_attempt()
+        if "lr_0.1" not in run.name:
+            write_json(attempt.beat(0), beat)
+    document = json.loads(hpcdist("status", "tune", "--json").out)
+    assert [(one["label"], one["values"], one["num_cells"]) for one in document["settings"]] == [
+        ("lr=0.2", [1.0, 1.0, 1.0], 3),
+        ("lr=0.1", [], 3),
+    ]
     assert "no setting can be called the best: it is unknown whether" in hpcdist("compare", "tune").out
     assert json.loads(hpcdist("compare", "tune", "--json").out)["best"] is None
     # Without seeds each cell is a run of its own.

@@ -358,6 +358,10 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     ]
     worst = replace(facts, monitor_mode="min").setting_rows
     assert [name for name, *_ in worst] == ["lr=0.3", "lr=0.1", "lr=0.2"]
+    without = replace(
+        facts, cells=tuple(replace(cell, metric=None) if "lr=0.1" in cell.label else cell for cell in cells)
+    )
+    assert without.setting_rows[2:] == [("lr=0.1", "", "", "3")], "a setting whose runs have failed is listed"
     alone = replace(facts, keys=("seed",), cells=tuple(replace(cell, values={"seed": 1}) for cell in cells[:3]))
     assert alone.setting_rows == [("all seeds", "0.94 ± 0.05 s.d. (n=3)", "", "3")]
     assert replace(facts, keys=("optim.lr",)).settings == ()

@@ -251,6 +251,7 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
     assert " 0.5 (n=1) too few seeds (-0.35) 1 " in text, "one run against two seeds"
     settings, runs = page.split("<h2>Runs</h2>")
+    assert "<td>batch_size=16 lr=0.2</td>" in settings, "a setting whose runs have failed has a cost, too"
     assert "Each verdict is about one difference" in settings
     assert "Each verdict is about one difference" not in runs, "its table has no verdicts"
     links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]
