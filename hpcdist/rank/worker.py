@@ -44,6 +44,7 @@ from hpcdist.host.json_files import write_json
 from hpcdist.rank import compile_cache, memory_history, script_api
 from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders, has_joined_group
+from hpcdist.run.exit_error import with_last_line, without_last_line
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.rank_requests import RequestReader
 from hpcdist.run.script_ranks import find_spawn_in_copy
@@ -424,10 +425,6 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
             runpy.run_path(path, run_name="__main__")
 
 
-#: Between the exit status of a script and its last line; `hpcdist/review/explain.py` divides the error by it, too.
-_LAST_LINE = "; its last line: "
-
-
 @contextmanager
 def exit_as_return(name: str) -> Iterator[None]:
     """Let `sys.exit` end the block without an error if the exit status is 0.
@@ -446,10 +443,7 @@ def exit_as_return(name: str) -> Iterator[None]:
         if not isinstance(code, int):
             status = f"1: {code}"
         elif code != 0:
-            status = str(code)
-            last_line = log_files.last_line_of_output(begin)
-            if last_line:
-                status += f"{_LAST_LINE}{last_line}"
+            status = with_last_line(str(code), log_files.last_line_of_output(begin))
         else:
             return
         error = RuntimeError(f"{name} ended with exit status {status}")
@@ -543,7 +537,7 @@ class Outcome:
         log.error("%s", "\n".join(lines))
         is_peer_lost = isinstance(error, PeerLost)
         # The last line of a script is no error of torch: NCCL_DEBUG=INFO prints the word NCCL in it.
-        message = text.partition(_LAST_LINE)[0]
+        message = without_last_line(text)
         if isinstance(error, RuntimeError) and any(part in message for part in _PEER_LOST):
             is_peer_lost = True
         if not isinstance(error, HpcdistError):

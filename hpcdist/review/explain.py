@@ -28,14 +28,13 @@ from hpcdist.review.markdown import one_line, text_of
 from hpcdist.review.pending_job import in_numbers
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.device_memory import DeviceMemory
+from hpcdist.run.exit_error import last_line_of
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.resume_text import continuation
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.output import JobInfo
 
 QUOTE_CHARS = 160
-#: Between the exit status of a script and its last line (`exit_as_return` in `rank/worker.py`).
-_LAST_LINE = "; its last line: "
 #: Exit status of argparse and click for wrong arguments.
 _USAGE_ERROR = re.compile(r" ended with exit status 2\b")
 _SYNTAX_ERROR = re.compile(r"\b(Syntax|Indentation|Tab)Error: ")
@@ -765,7 +764,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     if outcome["outcome"] == "rejected" and not trace:
         return _wrong_key(run, "the configuration cannot run on these nodes", evidence, "the key", "key=value …")
     if _refuses_arguments(error, trace):
-        cause = quote(f"the script refuses its arguments: {error.partition(_LAST_LINE)[2] or error}")
+        cause = quote(f"the script refuses its arguments: {last_line_of(error) or error}")
         return _wrong_key(run, cause, evidence, "the arguments", "'trainer.script=[FILE, ARGUMENT, …]'")
     frame = _user_frame(trace)
     if frame is not None:

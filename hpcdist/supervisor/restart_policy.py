@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpcdist.host.cgroups import MemoryKill
+from hpcdist.run.exit_error import without_last_line
 
 #: `child_killed`: the ranks have ended with success, but without one of their child processes.
 Kind = Literal[
@@ -71,7 +72,8 @@ class Failure:
 
     def same_as(self, other: "Failure") -> bool:
         """Return whether the failures agree in kind, error and step."""
-        return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
+        mine, others = without_last_line(self.error), without_last_line(other.error)
+        return (self.kind, mine, self.step) == (other.kind, others, other.step)
 
 
 def _headline(error: str) -> str:
@@ -144,7 +146,8 @@ def first_failure(
     if first is None:
         return None
     hosts = {cause.host for cause in causes if cause.kind in ("error", "rejected")}
-    same = [cause for cause in causes if cause.kind == "error" and cause.error == first.error]
+    error = without_last_line(first.error)
+    same = [cause for cause in causes if cause.kind == "error" and without_last_line(cause.error) == error]
     return replace(first, only_there=hosts <= {first.host}, detail=_shared_by(len(same), num_ranks))
 
 

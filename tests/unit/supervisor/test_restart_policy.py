@@ -203,6 +203,20 @@ def test_failure_is_local_unless_ranks_on_other_hosts_fail_too() -> None:
         assert (found.only_there, found.sentence().partition(" after step ")[2]) == (only_there, end)
 
 
+def test_last_lines_of_a_script_do_not_tell_its_failures_apart() -> None:
+    """Each start and each rank prints its own: with the time, for example."""
+    outcomes = {}
+    for rank in (0, 1):
+        text = f"RuntimeError: train.py ended with exit status 1; its last line: 08:00:0{rank} rank {rank}: no data"
+        outcomes[rank] = failed(text, rank=rank)
+    first, second = (first_failure({rank: 1}, outcomes, lambda _: None, str, num_ranks=2) for rank in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first.sentence().endswith("rank 0: no data after step 7; both ranks raised it")
+    assert first.same_as(second)
+    assert not first.same_as(replace(second, error=second.error.replace("status 1", "status 2")))
+
+
 # --- Straggler detection with simulated step timing.
 
 
