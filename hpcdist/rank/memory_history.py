@@ -78,20 +78,25 @@ def memory_record(message: str) -> dict[str, Any] | None:
 
 
 class _AfterImport(MetaPathFinder, Loader):
-    """Calls a function after the first import of a module, which others find and load."""
+    """Calls a function after the first import of a module, which others find and load.
+
+    It stays in `sys.meta_path`: without it, an import in another thread that is just going through this list would pass
+    over the finder that moves up, and miss a module.
+    """
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:
         self._module = module
         self._function = function
         self._loader: Any = None
+        self._is_done = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's spec, with this object as loader; None for another module."""
-        if fullname != self._module:
+        if fullname != self._module or self._is_done:
             return None
-        sys.meta_path.remove(self)
+        self._is_done = True
         spec = importlib.util.find_spec(fullname)
         if spec is not None:
             self._loader = spec.loader

@@ -1,10 +1,11 @@
 """The history of allocations: when it begins, and what a rank whose GPU is full says with it."""
 
-import importlib
+import importlib.util
 import json
 import logging
 import subprocess
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,13 @@ def test_history_begins_after_the_import_of_the_module(tmp_path: Path, monkeypat
     monkeypatch.setattr(memory_history, "_MODULE", MODULE)
     seen = []
     monkeypatch.setattr(memory_history, "_record_when_initialized", lambda: seen.append(sys.modules[MODULE].state))
-    finders = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     record_when_used()
     assert seen == []
     importlib.import_module("json.tool")  # another module
     try:
         importlib.import_module(MODULE)
         assert seen == ["imported"]
-        assert sys.meta_path == finders
         assert not isinstance(sys.modules[MODULE].__loader__, _AfterImport)
         record_when_used()
         assert seen == ["imported"] * 2, "it is imported already"
@@ -40,8 +40,26 @@ def test_history_begins_after_the_import_of_the_module(tmp_path: Path, monkeypat
         del sys.modules[MODULE]
 
 
-def test_missing_module_is_missing_as_without_history() -> None:
-    sys.meta_path.insert(0, _AfterImport("no_such_module", lambda: None))
+def test_import_in_another_thread_passes_over_no_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = _AfterImport(MODULE, lambda: None)
+    found = []
+
+    class Last(MetaPathFinder):
+        def find_spec(self, fullname: str, *_: object) -> None:
+            found.append(fullname)
+
+    class First(MetaPathFinder):
+        def find_spec(self, fullname: str, *_: object) -> None:
+            if fullname == "other":  # the other thread's import comes to this finder before MODULE is imported
+                assert importlib.util.find_spec(MODULE) is None
+
+    monkeypatch.setattr(sys, "meta_path", [finder, First(), Last()])
+    assert importlib.util.find_spec("other") is None
+    assert found == [MODULE, MODULE, "other"]
+
+
+def test_missing_module_is_missing_as_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [_AfterImport("no_such_module", lambda: None), *sys.meta_path])
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
         importlib.import_module("no_such_module")
 
