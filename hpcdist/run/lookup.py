@@ -78,7 +78,7 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
         raise RunFolderError(f"{text!r} matches {len(matches)} {kind} ({names}): write more of the name, or the folder")
     if Path(text).is_dir() and ("/" in text or text in (".", "..")):
         raise RunFolderError(f"{text!r} holds no run (no state.json and config.yaml in it): `hpcdist runs` lists runs")
-    if text.startswith(("/", "./", "~")):
+    if text.startswith(("/", "./", "../", "~")):
         raise RunFolderError(f"no such folder: {text}")
     known = [run.name for run in runs] + [_full_name(run) for run in runs]
     hint = suggestion(text, known, "`hpcdist runs` lists them")

@@ -212,7 +212,7 @@ def test_explanation_as_json_has_cause_and_fix_without_passwords(hpcdist: Cli, m
     found = json.loads(hpcdist("explain", "alpha", "--json").out)
     assert (found["sentence"], found["cause"]) == ("finished: done; nothing to explain", "")
     assert one_line(hpcdist("explain", "none", "--json")).startswith("no run 'none' under ")
-    for path in ("/no/folder", "./folder"):
+    for path in ("/no/folder", "./folder", "../folder"):
         assert one_line(hpcdist("explain", path)) == f"no such folder: {path}", "no hint at names of runs"
 
 
