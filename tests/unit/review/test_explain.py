@@ -203,6 +203,9 @@ def test_refused_arguments_of_a_script_are_no_error_in_its_code(run: RunDir) -> 
     assert found["cause"] == f"the script refuses its arguments: {reason}"
     overrides = "'trainer.script=[FILE, ARGUMENT, …]'"
     assert found["fix"] == f"correct the arguments, then `hpcdist resume first {overrides}`"
+    of_trainer = error.replace("/me/train.py", "train:main")
+    write_outcome(run, 0, of_trainer, "Traceback (most recent call last):", *trace, of_trainer)
+    assert explained(run)["fix"].startswith("correct /me/train.py:3, then"), "a trainer gets no arguments"
     # The script's own exit with this status may mean anything.
     write_outcome(run, 0, error, "Traceback (most recent call last):", in_script, error)
     assert explained(run)["fix"].startswith("correct /me/train.py:3, then")
