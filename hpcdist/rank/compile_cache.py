@@ -103,15 +103,20 @@ def machine_kind() -> str:
 
 
 class _BeforeImport(MetaPathFinder):
-    """Calls a function before the first import of a module; finds no module itself."""
+    """Calls a function before the first import of a module; finds no module itself.
+
+    It stays in `sys.meta_path` until the end: imports that are just going through this list, this one and others in
+    other threads, would pass over the finder that moves up.
+    """
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:
         self._module = module
         self._function = function
+        self._is_done = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if fullname == self._module:
-            self.remove()
+        if fullname == self._module and not self._is_done:
+            self._is_done = True
             self._function()
 
     def remove(self) -> None:

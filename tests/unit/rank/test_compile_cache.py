@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,20 @@ def compile_file(name: str) -> None:
     sys.modules.pop(COMPILER, None)
     importlib.import_module(COMPILER)
     Path(os.environ[CACHE_VARIABLE], name).write_text(name)
+
+
+def test_import_of_the_compiler_passes_over_no_finder(nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Other(MetaPathFinder):
+        def find_spec(self, fullname: str, *_: object) -> None:
+            asked.append(fullname)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", [Other(), *sys.meta_path])
+        with kept(nodes.store, nodes.first):
+            compile_file("a.py")
+    assert COMPILER in asked
 
 
 def test_another_node_gets_what_a_process_has_compiled(nodes: SimpleNamespace) -> None:
