@@ -9,7 +9,7 @@ from hpcdist.host.ownership import require_trusted
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import holder
-from hpcdist.run.status import close_if_lost, job_of, update_job_starts
+from hpcdist.run.status import close_if_lost, job_of, status_of, update_job_starts
 from hpcdist.tracking.journal_tail import Counts
 from hpcdist.tracking.shipper import only_shipper
 from hpcdist.tracking.uri import is_server, resolve_uri
@@ -76,6 +76,16 @@ def _upload(run: RunDir, uri: str, *, close_dead: bool) -> SyncReport:
     return SyncReport(**asdict(delivery.batches.counts), num_artifacts=num_artifacts, closed=closed)
 
 
+def _is_over(run: RunDir) -> bool:
+    """Return whether a run has ended and no job continues it, as one that Slurm has requeued does.
+
+    A command that follows such a job uploads until the end of the job, which may come in days.
+    """
+    if run.read_state().status not in ENDED:
+        return False
+    return job_of(run) is None or status_of(run).final
+
+
 def sync_run(run: RunDir, env: Mapping[str, str], *, complete: bool = False) -> SyncReport:
     """Upload the records of a run that MLflow does not have, unless another process uploads them.
 
@@ -88,7 +98,7 @@ def sync_run(run: RunDir, env: Mapping[str, str], *, complete: bool = False) -> 
     uri = resolve_uri(config, env)
     # A Slurm job uploads to a server only; a database is filled from the host of the database.
     uploads_itself = job_of(run) is None or is_server(uri)
-    waits = complete and run.read_state().status in ENDED
+    waits = complete and _is_over(run)
     if uploads_itself and not waits:
         supervisor = holder(run)
         if supervisor is not None:

@@ -117,6 +117,20 @@ def test_sync_closes_the_run_of_an_ended_job_with_slurms_reason(scene: Scene, mo
     assert tags == ["12", "n2", "103"]
 
 
+def test_sync_does_not_wait_for_the_end_of_a_requeued_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(sync_runs, "sync", lambda *_, waits: waited.append(waits))
+    monkeypatch.setattr(sync_runs, "update_job_starts", lambda run: None)
+    scene.state(status="stopped", attempt=1, ended=2e9)
+    sync_runs.sync_run(scene.run, {}, complete=True)
+    write_json(scene.run.path / "slurm.json", {"job_id": "12"})
+    for job_state in ("PENDING", "CANCELLED"):
+        snapshot = JobSnapshot(info=JobInfo(id="12", state=job_state))
+        monkeypatch.setattr(client, "take_snapshot", lambda job, history=False, snapshot=snapshot: snapshot)
+        sync_runs.sync_run(scene.run, {}, complete=True)
+    assert waited == [True, False, True]
+
+
 @pytest.mark.processes
 def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
