@@ -154,11 +154,15 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
     return sorted(names, key=rank)
 
 
+#: Names of losses such as `train_loss`, `eval/loss` and TensorBoard's `Loss/train`, but not `loss_scale`.
+_LOSS = re.compile(r"(?<![a-z])loss(?![a-z]|_scale)", re.IGNORECASE)
+
+
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str, mode: str) -> tuple[str, str]:
     """Return the metric by which to compare runs that have logged values, and whether `max` or `min` is best.
 
-    That is the monitored metric, or else one that most runs have logged. Both are empty if there is none; the second
-    is empty, too, if only its name is known.
+    That is the monitored metric, or else one that most runs have logged, a loss if there is one. Both are empty if
+    there is none. The second is empty, too, for another metric than a loss: only its name is known.
 
     Args:
         logged: values by metric, of each run.
@@ -167,5 +171,7 @@ def common_metric(logged: Sequence[Mapping[str, float]], monitor: str, mode: str
     if monitor in counts:
         return monitor, mode
     most = [key for key, count in counts.items() if count == max(counts.values())]
-    metric = next(iter(ranked(most, monitor)), "")
-    return metric, "min" if "loss" in metric else ""
+    losses = ranked(filter(_LOSS.search, most), monitor)
+    if losses:
+        return losses[0], "min"
+    return next(iter(ranked(most, monitor)), ""), ""

@@ -67,7 +67,8 @@ def test_finished_script_counts_with_its_last_value(make: Make, runs_dir: Path) 
         ("lower", "finished", {"loss": 0.25}),
         ("monitored", "finished", {"loss": 0.1, "eval/max": 0.75}),
         ("failed", "failed", {"loss": 0.1}),
-        ("unknown", "finished", {"reward": 3.0}),
+        ("board", "finished", {"Accuracy/test": 0.5, "Loss/train": 2.0}),
+        ("unknown", "finished", {"reward": 3.0, "loss_scale": 65536.0}),
         ("diverged", "finished", {"loss": math.nan}),
     )
     for name, status, metrics in logged:
@@ -79,6 +80,7 @@ def test_finished_script_counts_with_its_last_value(make: Make, runs_dir: Path) 
     assert {name: (row["kind"], row["text"]) for name, row in rows.items()} == {
         "exp/lower": ("loss · last value · lowest is best", "0.25"),
         "exp/low": ("loss · last value · lowest is best", "0.5"),
+        "exp/board": ("Loss/train · last value · lowest is best", "2"),
         "exp/monitored": ("eval/max · last value · highest is best", "0.75"),
         "exp/evaluated": ("eval/max · highest is best", "0.5"),
     }
