@@ -43,6 +43,8 @@ _MODEL_URI = "models:/"
 _ALIAS = re.compile(r"models:/([^/@]+)@([^/@]+)")
 _VERSION = re.compile(r"models:/([^/@]+)/([0-9]+)")
 _LOGGED_MODEL = re.compile(r"models:/(m-[0-9a-f]+)")
+#: Codes of MLflow for a run that is gone, and for one that this user may not read.
+_UNREADABLE = ("RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED")
 
 
 def find_weights(config: Config, env: Mapping[str, str]) -> WeightSource | None:
@@ -154,7 +156,10 @@ class MlflowModel:
             replace(weights, files={**weights.files, **tokenizer}).copy_to(folder)
 
     def _download_tokenizer(self, folder: Path) -> dict[str, Path]:
-        """Download the tokenizer of the model's run; return its files by name, none if the run has none or is gone."""
+        """Download the tokenizer of the model's run; return its files by name.
+
+        None if the run has none, is gone, or may not be read by this user, who may read the model.
+        """
         from hpcdist.tracking.mlflow_client import open_client, translated
 
         files: dict[str, Path] = {}
@@ -168,7 +173,7 @@ class MlflowModel:
                     if name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
                         files[name] = Path(client.download_artifacts(self.run_id, entry.path, str(folder)))
         except TrackingError as error:
-            if error.code != "RESOURCE_DOES_NOT_EXIST":
+            if error.code not in _UNREADABLE:
                 raise
         return files
 

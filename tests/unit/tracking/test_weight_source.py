@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import ModelConfig
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.run.checkpoint_files import PROGRAM_FILE
 from hpcdist.run.folder import RunDir
 from hpcdist.run.weight_files import SharedWeights, WeightOrigin, WeightSource, read_origin_of_weights
+from hpcdist.tracking import mlflow_client
 from hpcdist.tracking.run_tags import fixed_tags, read_config
 from hpcdist.tracking.weight_source import MlflowModel, find_weights
 
@@ -205,6 +207,21 @@ def test_model_without_a_run_brings_no_tokenizer(scene: Scene, tmp_path: Path, r
     found = find(tmp_path, "models:/digits@best", scene.uri)
     assert isinstance(found, MlflowModel)
     origin_of(replace(found, run_id=run_id), tmp_path)
+    copy = tmp_path / "runs" / "exp" / "second" / "init_from"
+    assert sorted(path.name for path in copy.iterdir()) == ["model.pt", "source.json"]
+
+
+def test_model_of_an_unreadable_run_brings_no_tokenizer(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(scene, add_checkpoint(scene.run, 4, 0.5))
+    found = find(tmp_path, "models:/digits@best", scene.uri)
+
+    def list_artifacts(*_: object) -> None:
+        raise TrackingError("the run belongs to another user", code="PERMISSION_DENIED")
+
+    monkeypatch.setattr(mlflow_client, "open_client", lambda uri: SimpleNamespace(list_artifacts=list_artifacts))
+    origin_of(found, tmp_path)
     copy = tmp_path / "runs" / "exp" / "second" / "init_from"
     assert sorted(path.name for path in copy.iterdir()) == ["model.pt", "source.json"]
 
