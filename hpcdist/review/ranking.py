@@ -103,6 +103,7 @@ def _with_last_value(result: Result, run: RunDir, facts: RunFacts) -> Result:
     """Return the result of a run without evaluated checkpoints, as of most scripts: the last value that it has logged.
 
     Only of a finished run, since another one may have ended anywhere, and of a metric whose best direction is known.
+    Heartbeats have no metrics that are read from a script's output, TensorBoard or csv files.
     """
     beat = last_beat(run)
     metrics = beat.get("metrics", {})

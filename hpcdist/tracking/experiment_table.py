@@ -38,7 +38,8 @@ _NOT_IN_TAG = ("name", "run_id", "folder", "parent", "setting")
 _RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
 _NO_RESULT = (
     "A result is the best value of `checkpoint.monitor` at a checkpoint, or the last value of it, or else of a loss,"
-    " that a finished run has logged. `hpcdist compare A B` compares the metrics of two runs."
+    " that a finished run has logged by `ctx.log`, `hpcdist.log` or MLflow."
+    " `hpcdist compare A B` compares the metrics of two runs."
 )
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
