@@ -1,7 +1,7 @@
 """Failures: the first one of an attempt, and the node that several of them indicate. Pure functions."""
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -146,9 +146,14 @@ def first_failure(
     if first is None:
         return None
     hosts = {cause.host for cause in causes if cause.kind in ("error", "rejected")}
+    num_same = _num_with_same_error(first, causes)
+    return replace(first, only_there=hosts <= {first.host}, detail=_shared_by(num_same, num_ranks))
+
+
+def _num_with_same_error(first: Failure, causes: Iterable[Failure]) -> int:
+    """Return the number of failures with the error of the first one; the last lines of scripts may differ."""
     error = without_last_line(first.error)
-    same = [cause for cause in causes if cause.kind == "error" and without_last_line(cause.error) == error]
-    return replace(first, only_there=hosts <= {first.host}, detail=_shared_by(len(same), num_ranks))
+    return sum(cause.kind == "error" and without_last_line(cause.error) == error for cause in causes)
 
 
 def _shared_by(count: int, num_ranks: int) -> str:
