@@ -273,7 +273,7 @@ def train(ctx, cfg):
         optimizer.step()
         ctx.log({"train/loss": 0.0})
 """
-#: A script that keeps the output of each step, and so what the backward pass needs.
+#: A script that keeps the output of each step, and with it the graph of autograd.
 KEEPS_OUTPUTS = """
 import torch
 

@@ -55,7 +55,7 @@ def begin() -> None:
 
 
 def memory_record(message: str) -> dict[str, Any] | None:
-    """Return what holds the memory of a full GPU, as a record of `DeviceMemory`; None if torch does not say.
+    """Return the allocations of a full GPU by line of code, as a record of `DeviceMemory`; None if torch does not say.
 
     Args:
         message: of the error. A script may use another GPU than torch's current one.

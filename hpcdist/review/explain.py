@@ -324,7 +324,7 @@ class Finding:
     evidence: str = ""
     fix: str = ""
     code: str = ""  #: the line of the user's code that failed, `FILE:LINE`
-    memory: tuple[str, ...] = ()  #: what held the memory of a GPU that was full
+    memory: tuple[str, ...] = ()  #: the lines of code that held the memory of a full GPU
     overrides: str = ""  #: the kind of overrides that a resume needs, such as `key=value …`
 
 
@@ -784,7 +784,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
 
 
 def _device_memory(outcome: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """Return what held the memory of a rank's GPU when it was full; empty if the rank has not reported it."""
+    """Return the lines of code that held the memory of a rank's full GPU; empty if the rank has not reported them."""
     record = outcome.get("device_memory")
     if not isinstance(record, dict):
         return ()

@@ -12,7 +12,7 @@ _TORCH = r"/(?:site|dist)-packages/torch/|/torchinductor(?:_[^/]*)?/"
 _LIBRARY = re.compile(
     rf"{_STDLIB.pattern}|{_TORCH}|^.*/(?:site|dist)-packages/|/hpcdist/(?:rank|checkpoint|tracking)/.*\.py$"
 )
-#: Code that says nothing about a call beyond what its callers say.
+#: Code of torch and of the standard library, which says less about an allocation or a hang than the code that calls it.
 _INNER = re.compile(rf"{_STDLIB.pattern}|{_TORCH}")
 _ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
 
