@@ -20,21 +20,30 @@ _COMMAND_WITHIN_S = 120.0
 #: MariaDB's first start takes up to 10 s on two busy cores.
 _ANSWER_WITHIN_S = 120.0
 _POLL_S = 0.1
+_MARIADB_ERROR = "[ERROR]"
 #: In a folder to which only root can write.
 LOCK = Path("/run/hpcdist-devcluster.lock")
 
 
 def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
-    """Run a command and return its output; raise DevClusterError with its last line if it fails or does not exist.
+    """Run a command and return its output; raise DevClusterError with its error if it fails or does not exist.
 
     Args:
         env: variables besides BARE_ENV.
     """
     done = _call(command, env, stdin)
     if done.returncode != 0:
-        error = last_line(done.stderr) or last_line(done.stdout) or f"exit code {done.returncode}"
+        error = _cause(done.stderr) or last_line(done.stdout) or f"exit code {done.returncode}"
         raise DevClusterError(f"`{shlex.join(command)}` failed: {error}")
     return done.stdout
+
+
+def _cause(errors: str) -> str:
+    """Return MariaDB's first error, because it always ends with "Aborting"; the last line of other commands."""
+    for line in errors.splitlines():
+        if _MARIADB_ERROR in line:
+            return last_line(line)
+    return last_line(errors)
 
 
 def succeeds(command: list[str], *, env: Mapping[str, str] | None = None) -> bool:

@@ -57,6 +57,7 @@ def _make_database(settings: Settings, layout: Layout) -> None:
         "mariadb-install-db",
         "--no-defaults",
         f"--datadir={fresh}",
+        f"--tmpdir={layout.database_temporary}",
         "--user=mysql",
         "--auth-root-authentication-method=socket",
         "--skip-test-db",

@@ -131,8 +131,10 @@ class Layout:
         self.munge = state / "munge"
         self.munge_socket = self.munge / "socket"
         self.munge_key = self.munge / "key"
-        #: MariaDB's data folder, its socket, and the SQL that it runs at each start.
+        #: MariaDB's data folder, its socket, and the SQL that it runs at each start. Temporary files lie beside the
+        #: socket, because a machine's /tmp may be closed to MariaDB's user.
         self.database = state / "mariadb"
+        self.database_temporary = state / "mariadb-run"
         self.database_socket = state / "mariadb-run" / "socket"
         self.database_init = state / "mariadb-run" / "init.sql"
         #: Folder of the fake GPUs' device files, gpu0 and so on.
@@ -360,6 +362,7 @@ def mariadbd(settings: Settings, layout: Layout) -> Daemon:
         f"--datadir={layout.database}",
         f"--socket={layout.database_socket}",
         f"--pid-file={layout.database_socket.parent}/pid",
+        f"--tmpdir={layout.database_temporary}",
         f"--init-file={layout.database_init}",
     )
     small = ("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=8M", "--innodb-lock-wait-timeout=900")

@@ -17,7 +17,7 @@ from slurm_cluster import OWNER, DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster, cluster_cgroup, cluster_status, host, node_faults
-from hpcdist.devcluster.settings import GPU_TYPE, Layout
+from hpcdist.devcluster.settings import BARE_ENV, GPU_TYPE, Layout
 
 NAMES = ["n1", "n2", "n3", "n4"]
 
@@ -218,6 +218,20 @@ def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> Non
     finally:
         cluster.down(layout)
         devcluster.restart()
+
+
+@pytest.mark.slow
+def test_up_where_only_root_may_write_to_tmp(
+    devcluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, options = Layout("closed"), {"num_nodes": 1, "proctrack": devcluster.settings.proctrack}
+    tmp_path.chmod(0o755)
+    monkeypatch.setitem(BARE_ENV, "TMPDIR", str(tmp_path))  # stands for a closed /tmp
+    try:
+        cluster.up(layout, options, env={})
+        assert cluster_status.status(layout).is_up
+    finally:
+        cluster.down(layout)
 
 
 @pytest.mark.slow

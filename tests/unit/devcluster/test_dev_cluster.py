@@ -261,9 +261,12 @@ def test_install_prevents_packages_from_starting_services(bare_machine: Path) ->
 
 
 @pytest.mark.processes
-def test_failed_command_is_reported_with_its_last_line(monkeypatch: Patch) -> None:
+def test_failed_command_is_reported_with_its_error(monkeypatch: Patch) -> None:
     with pytest.raises(DevClusterError, match=r"^`sh -c 'echo first; echo last >&2; exit 3'` failed: last$"):
         cluster_commands.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
+    mariadb = "echo '1:56 0 [ERROR] no space' >&2; echo '1:56 0 [ERROR] Aborting' >&2; exit 1"
+    with pytest.raises(DevClusterError, match=r" failed: 1:56 0 \[ERROR\] no space$"):
+        cluster_commands.run(["sh", "-c", mariadb])
     with pytest.raises(DevClusterError, match=r"`false` failed: exit code 1$"):
         cluster_commands.run(["false"])
     with pytest.raises(DevClusterError, match=r"^no-such-command not found: is the package"):
