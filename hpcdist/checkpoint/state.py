@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 
 def clean_names(module: nn.Module) -> dict[str, str]:
-    """Return the names in a module's state dict, and the names without DDP's and `torch.compile`'s wrappers.
+    """Return the names in a module's state dict, and the names without DDP's and `torch.compile`'s wrappers."""
+    return _without_wrappers(module, module.state_dict())
+
+
+def _without_wrappers(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Return the names in a module's state dict, and the names without wrappers.
 
     The prefixes of wrappers at any level are derived from the modules, so a layer that a user calls `module` keeps its
     name.
@@ -43,7 +48,7 @@ def clean_names(module: nn.Module) -> dict[str, str]:
         elif isinstance(part._modules.get("_orig_mod"), nn.Module):  # torch.compile's OptimizedModule
             prefixes[f"{outer}_orig_mod."] = outer
     names = {}
-    for key in module.state_dict():
+    for key in keys:
         clean = key
         for prefix in sorted(prefixes, key=len, reverse=True):
             if clean.startswith(prefix):
@@ -54,8 +59,9 @@ def clean_names(module: nn.Module) -> dict[str, str]:
 
 def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a module under the names of the bare module. The tensors share memory with it."""
-    names = clean_names(module)
-    return {names[key]: value for key, value in module.state_dict().items()}
+    state = module.state_dict()
+    names = _without_wrappers(module, state)
+    return {names[key]: value for key, value in state.items()}
 
 
 def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -130,9 +136,10 @@ class Shard:
     trainer: Any = None
 
     @classmethod
+    @torch.no_grad()  # with it, `to_local` records nothing for a backward pass
     def of(cls, tensors: Mapping[Key, "DTensor"], boxes: Mapping[Key, Box]) -> "Shard":
         """Return this rank's parts of DTensors that have boxes."""
-        parts = {key: tensors[key].to_local().detach() for key in boxes}
+        parts = {key: tensors[key].to_local() for key in boxes}
         model = {key: part for key, part in parts.items() if isinstance(key, str)}
         trainer = {key: part for key, part in parts.items() if not isinstance(key, str)}
         return cls(model=model, boxes=boxes, trainer=trainer)
