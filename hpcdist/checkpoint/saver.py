@@ -42,6 +42,13 @@ class BackgroundWriter:
 
         Later changes of the state are not in the copy. The call first waits for the write in progress.
         """
+        self.copied(state, consume)()
+
+    def copied(self, state: Mapping[str, Any], consume: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        """Copy the state as `submit` does, and return a function that starts the second thread.
+
+        Call it once all other work of the save is done, for which the threads would compete.
+        """
         self.settle()  # there is only one set of buffers
         host, self._copies = self._buffers.copy(state)
 
@@ -49,7 +56,10 @@ class BackgroundWriter:
             self.wait_for_copy()
             consume(host)
 
-        self._pending = self._thread.submit(work)
+        def start() -> None:
+            self._pending = self._thread.submit(work)
+
+        return start
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied. Until then, only the stream that was current in `submit` may change it."""

@@ -30,6 +30,9 @@ from hpcdist.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+#: Length of a digest of names, so that it fits into a signed number of 64 bits.
+DIGEST_BYTES = 7
+
 #: A name of the model, or a path in the trainer's state.
 Key = str | tuple[Any, ...]
 
@@ -215,12 +218,13 @@ class Owners:
         return is_own
 
 
-def digest_of(tensors: Mapping[Key, "DTensor"]) -> str:
-    """Return a digest of names, shapes and types, which must be equal on all ranks; empty without tensors."""
+def digest_of(tensors: Mapping[Key, "DTensor"]) -> int:
+    """Return a digest of names, shapes and types, which must be equal on all ranks; 0 without tensors."""
     if not tensors:
-        return ""
+        return 0
     content = [(key, tuple(value.shape), str(value.dtype)) for key, value in tensors.items()]
-    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=DIGEST_BYTES).digest()
+    return int.from_bytes(digest, "big")
 
 
 # --- reading

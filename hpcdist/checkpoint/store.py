@@ -83,6 +83,8 @@ class Snapshot:
     metrics: Mapping[str, float] = field(default_factory=dict)
     #: Moves the shards of other ranks into a folder, and returns their records by file name.
     collect_shards: Callable[[Path], Mapping[str, FileRecord]] | None = None
+    #: Returns the states of the ranks, which are then not in `rank_states`.
+    collect_rank_states: Callable[[], list[Any]] | None = None
     #: Waits for the shards of other ranks, and removes them, unless they have been collected.
     drop_shards: Callable[[], None] = lambda: None
     samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
@@ -407,7 +409,10 @@ def write_manifest(manifest: Manifest) -> None:
 def write_files(folder: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint into an empty folder, with fsync."""
     began = time.monotonic()
-    rest = {"trainer": snapshot.trainer, "rank_states": snapshot.rank_states}
+    rank_states = snapshot.rank_states
+    if snapshot.collect_rank_states is not None:
+        rank_states = snapshot.collect_rank_states()
+    rest = {"trainer": snapshot.trainer, "rank_states": rank_states}
     if snapshot.sharded:
         rest["sharded"] = dict(snapshot.sharded)
     files = {
@@ -422,7 +427,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
         path=folder,
         step=snapshot.step,
         created=time.time(),
-        world_size=len(snapshot.rank_states),
+        world_size=len(rank_states),
         metrics=snapshot.metrics,
         files=files,
         # The next submission compares `cluster.signal_lead_s` with the longest of these times.

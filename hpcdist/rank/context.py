@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.checkpoint.in_place import Stateful, StoredState
 from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
-from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, read_shard
+from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, map_leaves, read_shard
 from hpcdist.checkpoint.state import Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import (
     CheckpointStore,
@@ -505,38 +505,40 @@ class Context:
         """Start the save of a checkpoint; see `save`."""
         report_saved = self._commands.begin_save(step)
         is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
+        is_sharded = shard is not None or bool(state.tensors)
+        needs_write = is_sharded and self.is_main and self._saver.needs_write(step)
         rank_state = self._rank_state(local)
-        with call_of_all_ranks("ctx.save"):
-            gathered = self.groups.gather((rank_state, is_owner, digest_of(state.tensors)))
-        if self.is_main:
-            _require_equal_sharding([digest for _, _, digest in gathered])
-        owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
         part = shard
-        if state.tensors:
-            if shard is not None:
-                raise CheckpointError("ctx.save: model or optimizer have sharded tensors (DTensor): leave out shard=")
-            with call_of_all_ranks("ctx.save"):
-                boxes, owners = self._owners.choose(state.tensors)
-            part = Shard.of(state.tensors, boxes)
-            is_owner = self.rank in owners
-        needs_write = self.is_main and self._saver.needs_write(step)
-        if state.tensors or shard is not None:
+        with call_of_all_ranks("ctx.save"):
+            facts = self.groups.all_gather_numbers([needs_write, is_owner, digest_of(state.tensors)])
+            rank_states = self.groups.gather_later(rank_state)
             # One decision for all: an earlier save of this step may have failed on rank 0 alone.
-            with call_of_all_ranks("ctx.save"):
-                needs_write = self.groups.broadcast(needs_write)
+            needs_write = bool(facts[0][0])
+            owners = [rank for rank, (_, owns, _) in enumerate(facts) if owns]
+            _require_equal_sharding([digest for _, _, digest in facts])
+            if state.tensors:
+                if shard is not None:
+                    raise CheckpointError(
+                        "ctx.save: model or optimizer have sharded tensors (DTensor): leave out shard="
+                    )
+                boxes, owners = self._owners.choose(state.tensors)
+                part = Shard.of(state.tensors, boxes)
+                is_owner = self.rank in owners
         self._saved_step = step
         samples = self.report.take_samples(metrics)
         staging = self._store.staging(step, self._attempt.number)
+        start_shard = None
         if part is not None and is_owner and needs_write:
             write = partial(self._shards.write, boxes=part.boxes, step=step, staging=staging)
-            self._shard_writer.submit(part.state, write)
+            start_shard = self._shard_writer.copied(part.state, write)
         if self.is_main:
             sharded = {key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()}
             snapshot = Snapshot(
                 step=step,
                 model=state.model,
                 trainer=state.trainer,
-                rank_states=[rank_state for rank_state, _, _ in gathered],
+                rank_states=[],
+                collect_rank_states=rank_states,
                 metrics={name: float(value) for name, value in metrics.items()},
                 samples=samples,
                 sharded=plain_state(sharded, "sharded"),
@@ -545,6 +547,8 @@ class Context:
                 pending = self._shards.pending(step, owners, staging)
                 snapshot = replace(snapshot, collect_shards=pending.collect, drop_shards=pending.drop)
             self._saver.save(snapshot, on_written=report_saved)
+        if start_shard is not None:
+            start_shard()
         if shard is not None:
             # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
             self._shard_writer.wait_for_copy()
@@ -552,9 +556,9 @@ class Context:
             self.groups.barrier()
 
     def _rank_state(self, local: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the state of this rank for a checkpoint, in host memory."""
+        """Return a copy of the state of this rank for a checkpoint, in host memory."""
         if local:
-            local = {name: _on_host(value) for name, value in plain_state(local, "local").items()}
+            local = map_leaves(_copy_on_host, plain_state(local, "local"))
         return {
             "rng": rng_state(self.device),
             "local": local,
@@ -717,15 +721,15 @@ def close(ctx: Context) -> Literal["done", "stopped"]:
     return "done"
 
 
-def _on_host(value: Any) -> Any:
-    """Return a tensor in host memory, and any other value as it is."""
+def _copy_on_host(_: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy of a tensor in host memory, and any other value as it is."""
     if isinstance(value, Tensor):
-        return value.cpu()
+        return value.detach().to("cpu", copy=True)
     return value
 
 
-def _require_equal_sharding(digests: Sequence[str]) -> None:
-    """Raise CheckpointError if the ranks pass different sharded tensors; a digest is empty without any."""
+def _require_equal_sharding(digests: Sequence[int]) -> None:
+    """Raise CheckpointError if the ranks pass different sharded tensors; a digest is 0 without any."""
     if len(set(digests)) == 1:
         return
     without = ", ".join(str(rank) for rank, digest in enumerate(digests) if not digest)

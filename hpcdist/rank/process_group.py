@@ -70,10 +70,27 @@ class Groups:
         dist.all_gather(received, _padded(content, max(sizes)), group=self.control)
         return [_from_bytes(part[:size]) for part, size in zip(received, sizes, strict=True)]
 
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all ranks, in rank order, on every rank. All ranks pass equally many, of 64 bits."""
+        if self.control is None:
+            return [list(map(int, numbers))]
+        own = torch.tensor(numbers, dtype=torch.int64)
+        received = [torch.empty_like(own) for _ in range(dist.get_world_size(self.control))]
+        dist.all_gather(received, own, group=self.control)
+        return [part.tolist() for part in received]
+
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks on rank 0, and an empty list on the others."""
+        return self.gather_later(value)()
+
+    def gather_later(self, value: T) -> Callable[[], list[T]]:
+        """Send the values of all ranks to rank 0, and return a function that returns the result of `gather`.
+
+        Another thread may call the function, which decodes one value after the other: for many ranks that takes long.
+        A single rank gets its value itself.
+        """
         if self.control is None:
-            return [value]
+            return lambda: [value]
         content = _to_bytes(value)
         sizes = self._sizes(content)
         received = None
@@ -81,8 +98,9 @@ class Groups:
             received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         dist.gather(_padded(content, max(sizes)), received, dst=0, group=self.control)
         if received is None:
-            return []
-        return [_from_bytes(part[:size]) for part, size in zip(received, sizes, strict=True)]
+            return list
+        parts = [part[:size] for part, size in zip(received, sizes, strict=True)]
+        return lambda: [_from_bytes(part) for part in parts]
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank."""
@@ -99,9 +117,7 @@ class Groups:
 
     def _sizes(self, content: torch.Tensor) -> list[int]:
         """Return the number of bytes of each rank's content."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.control))]
-        dist.all_gather(sizes, torch.tensor([len(content)]), group=self.control)
-        return [int(size) for size in sizes]
+        return [size for (size,) in self.all_gather_numbers([len(content)])]
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,7 @@ def exchange_values(here: Rank) -> dict[str, Any]:
     exchanged = {
         "all_gather": groups.all_gather(value),
         "gather": groups.gather(value),
+        "numbers": groups.all_gather_numbers([here.rank, -(2**62)]),
         "broadcast": groups.broadcast({"path": "of rank 0"} if here.rank == 0 else {}),
     }
     intruder = here.folder / "created"
@@ -207,6 +208,7 @@ def test_groups_exchange_values_but_unpickle_no_code() -> None:
                     for key in ("all_gather", "gather")}  # fmt: skip
         assert received == {"all_gather": sent, "gather": sent if rank == 0 else []}
         assert (found["broadcast"], found["is_created"]) == ({"path": "of rank 0"}, False)
+        assert found["numbers"] == [[rank, -(2**62)] for rank in range(NUM_RANKS)]
 
 
 def test_store_of_one_machine_has_no_port_and_one_user() -> None:

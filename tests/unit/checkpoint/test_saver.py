@@ -468,6 +468,22 @@ def test_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
     assert (newest.step, states[0]["local"]) == (3, {"best": 0.5})
 
 
+def test_local_state_is_copied_before_the_call_returns(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    position = torch.zeros(2)
+    may_write = threading.Event()
+    with open_context(SINGLE_RANK, run, Config()) as ctx:
+        ctx._saver._thread.submit(may_write.wait)
+        ctx.save(1, model=nn.Linear(1, 1), local={"sampler": {"position": position}})
+        position.fill_(9)
+        may_write.set()
+        close(ctx)
+    newest = CheckpointStore(run.checkpoints).latest()
+    assert newest is not None
+    (state,) = CheckpointStore(run.checkpoints).load(newest.path).rank_states
+    assert state["local"]["sampler"]["position"].tolist() == [0, 0]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_cuda_copy_is_pinned_and_queued_without_waiting() -> None:
