@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.checkpoint.in_place import Stateful, StoredState
 from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
-from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, map_leaves, read_shard
+from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, map_leaves, nearest_first, read_shard
 from hpcdist.checkpoint.state import Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import (
     CheckpointStore,
@@ -646,9 +646,9 @@ class Context:
         rank_state = self._own_state(states)
         if rank_state is not None:
             local = rank_state["local"]
-        # Most often a rank finds all of its part in its own file.
-        shards = sorted(read_manifest(folder).shards, key=lambda name: (name != shard_name(self.rank), name))
-        files = [folder / name for name in shards]
+        shards = set(read_manifest(folder).shards)
+        owners = nearest_first(len(states), self.rank, self.world_size)
+        files = [folder / shard_name(owner) for owner in owners if shard_name(owner) in shards]
         return Restored(
             step=checkpoint.step,
             stored=StoredState(checkpoint.model, checkpoint.trainer, checkpoint.sharded, files),

@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist.checkpoint.sharded import Box, ShardReader, Target, Whole, divide, map_leaves, parts_of, read_shard
+from hpcdist.checkpoint.sharded import (
+    Box,
+    ShardReader,
+    Target,
+    Whole,
+    divide,
+    map_leaves,
+    nearest_first,
+    parts_of,
+    read_shard,
+)
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import save_file, shard_name
 from hpcdist.checkpoint.stored_weights import StoredWeights
@@ -32,6 +42,20 @@ def files(tmp_path: Path) -> list[Path]:
         paths.append(tmp_path / shard_name(rank))
         save_file(shard.content(), paths[-1])
     return paths
+
+
+@pytest.mark.parametrize(
+    ("num_saved", "rank", "world_size", "first"),
+    [
+        (4, 2, 4, [2, 1, 3, 0]),
+        (8, 3, 4, [3, 6, 7, 5]),  # itself, then the two that had its rows
+        (4, 6, 8, [3, 2, 1, 0]),
+    ],
+)
+def test_ranks_that_likely_had_the_parts_come_first(
+    num_saved: int, rank: int, world_size: int, first: list[int]
+) -> None:
+    assert nearest_first(num_saved, rank, world_size)[:4] == first
 
 
 def test_boxes_join_to_whole_tensors(files: list[Path]) -> None:
