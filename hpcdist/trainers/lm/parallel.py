@@ -30,6 +30,9 @@ from hpcdist.trainers.lm.model import Block, Decoder
 
 #: Dimensions of the mesh, the outermost first: the ranks of a tensor-parallel group are neighbours, on one node.
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
+#: A model whose gathered weights have at most so many bytes on a rank keeps them from the forward pass to the backward
+#: pass: to gather them again would take a tenth of the time of a step on CPUs, and the memory is small.
+MAX_KEPT_BYTES = 256 << 20
 aten = torch.ops.aten
 #: The operations whose results selective activation checkpointing keeps: computing them again costs the most.
 SAVED_OPERATIONS = {
@@ -143,10 +146,24 @@ def _shard(model: Decoder, mesh: DeviceMesh, *, in_bf16: bool) -> None:
         # Tables of rotary positions, which are inputs, keep their precision.
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # With one shard a rank has all weights anyway: freeing them after the forward pass would only copy them twice.
-    frees_after_forward = mesh["shard"].size() > 1
+    frees_after_forward = mesh["shard"].size() > 1 and _gathered_bytes(model, in_bf16=in_bf16) > MAX_KEPT_BYTES
     for block in model.model.layers:
         fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=frees_after_forward)
     fully_shard(model, mesh=data_mesh, mp_policy=policy)
+
+
+def _gathered_bytes(model: Decoder, *, in_bf16: bool) -> int:
+    """Return the size of all weights that a rank computes with, a part of them with tensor parallelism."""
+    total = 0
+    for weight in model.parameters():
+        local: Tensor = weight
+        if isinstance(weight, DTensor):
+            local = weight.to_local()
+        size = local.element_size()
+        if in_bf16:
+            size = torch.bfloat16.itemsize
+        total += local.numel() * size
+    return total
 
 
 def exchange_replicas(model: Decoder, *, is_last: bool) -> None:

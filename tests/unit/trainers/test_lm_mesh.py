@@ -8,10 +8,11 @@ from spawn import Rank, spawn_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from hpcdist.config.training_schema import OptimConfig
 from hpcdist.rank.training_loop import build_optimizer
-from hpcdist.trainers.lm import LmModelConfig, Recomputed
+from hpcdist.trainers.lm import LmModelConfig, Recomputed, parallel
 from hpcdist.trainers.lm.model import Decoder
 from hpcdist.trainers.lm.parallel import MESH_DIMENSIONS, data_index, parallelize
 from hpcdist.trainers.lm.train import Pass, next_token_loss, parameter_groups, passes_of, train_step
@@ -22,6 +23,8 @@ VARIANTS = {
     "tied": replace(SIZES, tie_embeddings=True),
     "qwen": replace(SIZES, num_kv_heads=4, qkv_bias=True, qk_norm=True),
 }
+#: The limit of the trainer, which these small models do not reach.
+MAX_KEPT_BYTES = parallel.MAX_KEPT_BYTES
 #: No multiple of the ranks that share it.
 VOCAB_SIZE = 67
 #: Windows of a step, no multiple of all numbers of ranks, and their length.
@@ -47,6 +50,7 @@ class Case:
     num_steps: int = 20
     most: int | None = None  #: windows of a pass
     recomputed: Recomputed = "none"
+    max_kept_bytes: int = 0  #: gathered weights that a forward pass may keep: none, as in a large model
     max_norm: float | None = 1.0
     optim: OptimConfig = OPTIM
 
@@ -87,6 +91,7 @@ def mesh_losses(here: Rank, sizes: tuple[int, int, int], case: Case) -> list[flo
     """Return the losses of the trainer's own functions."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_DIMENSIONS)
     model = new_model(case)
+    parallel.MAX_KEPT_BYTES = case.max_kept_bytes
     parallelize(model, mesh, in_bf16=case.dtype == "bf16", recomputed=case.recomputed)
     model.to_empty(device="cpu")
     model.init_weights(0)
@@ -144,12 +149,42 @@ def test_two_ranks_train_like_one_on_every_mesh() -> None:
         2,
         [
             ((1, 2, 1), Case(variant="tied", num_steps=3, most=3)),
+            ((1, 2, 1), Case(variant="tied", num_steps=3, most=3, max_kept_bytes=MAX_KEPT_BYTES)),
             ((2, 1, 1), Case(num_steps=3, most=3, recomputed="selective")),
             ((1, 1, 2), Case(variant="qwen", num_steps=3, recomputed="full")),
             ((1, 1, 2), Case(variant="tied", num_steps=3, max_norm=None)),
             ((1, 2, 1), Case(num_steps=3, optim=OptimConfig(name="sgd", lr=0.1, weight_decay=0.1))),
         ],
     )
+
+
+def gathers_of_a_step(here: Rank, max_kept_bytes: int, in_bf16: bool) -> int:
+    """Return how often a step gathers a layer, or the rest of the weights."""
+    parallel.MAX_KEPT_BYTES = max_kept_bytes
+    mesh = init_device_mesh("cpu", (1, here.world_size, 1), mesh_dim_names=MESH_DIMENSIONS)
+    model = new_model(Case(dtype="float32"))
+    parallelize(model, mesh, in_bf16=in_bf16)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    batch = batch_of(0)
+    with CommDebugMode() as collectives:
+        next_token_loss(model(batch[:, :-1]), batch[:, 1:]).backward()
+    return int(collectives.get_comm_counts()[torch.ops.c10d._allgather_base_])
+
+
+@pytest.mark.processes
+def test_small_model_is_gathered_once_in_a_step() -> None:
+    num_bytes = 4 * SIZES.num_parameters(VOCAB_SIZE)
+    kept = SIZES.num_layers + 1
+    freed = 2 * SIZES.num_layers + 1  # the embedding, the first part, is kept in any case
+    for max_kept_bytes, in_bf16, expected in (
+        (num_bytes, False, kept),
+        (num_bytes - 1, False, freed),
+        (num_bytes // 2, True, kept),
+        (num_bytes // 2 - 1, True, freed),
+    ):
+        by_rank = spawn_ranks(gathers_of_a_step, 2, max_kept_bytes=max_kept_bytes, in_bf16=in_bf16)
+        assert by_rank == [expected, expected]
 
 
 @pytest.mark.processes
@@ -167,7 +202,10 @@ def test_every_mesh_trains_like_one_process(num_ranks: int, dtype: str) -> None:
     cases = []
     for sizes in MESHES[num_ranks]:
         cases += [(sizes, Case(variant, dtype)) for variant in VARIANTS]
-        cases += [(sizes, Case("llama", dtype, most=3)), (sizes, Case("tied", dtype, recomputed="selective", most=1))]
+        cases += [
+            (sizes, Case("llama", dtype, most=3, max_kept_bytes=MAX_KEPT_BYTES)),
+            (sizes, Case("tied", dtype, recomputed="selective", most=1)),
+        ]
     check(num_ranks, cases)
 
 
