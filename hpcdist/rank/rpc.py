@@ -22,6 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import Groups
@@ -48,7 +50,9 @@ class RpcGroup:
     ) -> None:
         self._ctx = ctx
         self._timeout_s = timeout_s
-        self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        #: What `serve` executes, or raises.
+        self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | Exception] = queue.SimpleQueue()
+        self._is_serving = False
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
         self.name = self.names[ctx.rank]
         self.peers = [name for name in self.names if name != self.name]
@@ -57,7 +61,19 @@ class RpcGroup:
             "_command": self._receive_command,
             "_pulse": self._receive_pulse,
         }
-        self.transport = Transport(ctx, self.names, {**functions, **own_functions}, num_threads)
+        all_functions = {**functions, **own_functions}
+        self.transport = Transport(ctx, self.names, all_functions, num_threads, self._ends_rank)
+
+    def _ends_rank(self, error: Exception) -> bool:
+        """Let `serve` raise the error of a call if it is a lack of GPU memory; return whether it will.
+
+        This rank then ends as one whose own code has failed, and reports what holds the memory of its GPU. Its callers
+        lose their connection to it.
+        """
+        if not self._is_serving or not isinstance(error, torch.OutOfMemoryError):
+            return False
+        self._commands.put(error)
+        return True
 
     def _receive_pulse(self, stop: bool) -> None:
         """Answer a rank that checks whether this one responds; `stop` is whether it has received a stop signal."""
@@ -76,8 +92,8 @@ class RpcGroup:
     def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
         """Call a function of another rank, and return the future of its result.
 
-        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended or has not
-        answered in time. A tensor must not be changed before the call is answered, because it is not copied.
+        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, as one in `serve`
+        does without GPU memory, or has not answered in time. A tensor must not be changed before the call is answered, because it is not copied.
         `function` is a key of the mapping that the rank passed to `rpc_group`.
         """
         rank = to if isinstance(to, int) else self._ranks.get(to, -1)
@@ -111,18 +127,25 @@ class RpcGroup:
 
         Args:
             commands: the functions that rank 0 may call by `send_command`, by name.
+
+        Raises torch.OutOfMemoryError if this rank's GPU has no memory for a call of another rank.
         """
         is_stop_sent = False
+        self._is_serving = True
         while True:
             try:
-                command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
+                ordered = self._commands.get(timeout=PULSE_INTERVAL_S)
             except queue.Empty:
                 self._ctx.timer.alive()
                 stop = self._ctx.roles.is_stop_signalled and not is_stop_sent
                 self.call(0, "_pulse", stop).result()
                 is_stop_sent = self._ctx.roles.is_stop_signalled
                 continue
+            if isinstance(ordered, Exception):
+                raise ordered
+            command, arguments = ordered
             if command == LEAVE:
+                self._is_serving = False
                 return
             commands[command](*arguments)
 

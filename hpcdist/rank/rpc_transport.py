@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
+import torch
 import zmq
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it at run time
@@ -87,10 +88,17 @@ class Transport:
     Args:
         names: RPC names of all ranks.
         functions: the functions that other ranks may call, by name.
+        ends_rank: is called with the error of a call; returns whether this rank ends because of it. Otherwise the
+            caller gets the error.
     """
 
     def __init__(
-        self, ctx: Context, names: Sequence[str], functions: Mapping[str, Callable[..., Any]], num_threads: int
+        self,
+        ctx: Context,
+        names: Sequence[str],
+        functions: Mapping[str, Callable[..., Any]],
+        num_threads: int,
+        ends_rank: Callable[[Exception], bool],
     ) -> None:
         self.place = f"{names[ctx.rank]} (rank {ctx.rank} on {socket.gethostname()})"
         self._ctx = ctx
@@ -98,6 +106,7 @@ class Transport:
         self._rank = ctx.rank
         self._names = names
         self._functions = functions
+        self._ends_rank = ends_rank
         self._socket_name = f"rpc-{next(_starts)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = CurveKeys(self._attempt.read_key(), f"rpc/{ctx.topology.token}")
@@ -234,6 +243,9 @@ class Transport:
             return  # its time was over
         try:
             value = self._read(content, descriptions, parts)
+        except torch.OutOfMemoryError as error:  # of this rank, which reports it as its own
+            pending.future.set_exception(error)
+            return
         except Exception as error:
             pending.future.set_exception(RemoteError.of(error, self.place))
             return
@@ -281,6 +293,8 @@ class Transport:
             self._send_error(source, number, error)
 
     def _send_error(self, source: int, number: int, error: Exception) -> None:
+        if self._ends_rank(error):
+            return  # the connection of the caller ends
         with suppress(PeerLost):  # the caller has ended
             self._send(source, _ERROR, number, "", str(RemoteError.of(error, self.place)))
 

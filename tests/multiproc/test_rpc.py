@@ -382,6 +382,27 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("RPC: ignored") == 1
 
 
+def fill_memory(here: Rank, path: Path) -> str:
+    """Return the error of each rank when the call of an observer finds no GPU memory."""
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        try:
+            with rpc_group(ctx, {"fill": no_memory}) as group:
+                if ctx.is_main:
+                    group.call(2, "fill").result()
+                group.serve({})
+        except (torch.OutOfMemoryError, PeerLost) as error:
+            if here.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL if type(error) is torch.OutOfMemoryError else signal.SIGTERM)
+            return f"{type(error).__name__}: {error}"
+    return "finished"
+
+
+def test_rank_without_gpu_memory_for_a_call_ends(tmp_path: Path) -> None:
+    """It raises the error itself, in `serve`, and the other ranks lose it."""
+    agent, *_ = spawn_ranks(fill_memory, 3, killed=[2], path=new_run(tmp_path).path)
+    assert agent == "PeerLost: observer:1 (rank 2) does not answer: its connection has ended"
+
+
 def no_memory(*_: Any) -> torch.Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -395,7 +416,7 @@ def test_call_whose_arguments_cannot_be_read_is_answered(tmp_path: Path, monkeyp
         monkeypatch.setattr(rpc_transport, "from_parts", no_memory)
         with pytest.raises(RemoteError, match=r"trainer:0 \(rank 0 on .*CUDA out of memory"):
             group.call(0, "echo", torch.ones(2)).result()
-        with pytest.raises(RemoteError, match=r"trainer:0 \(rank 0 on .*CUDA out of memory"):
-            group.call(0, "new").result()
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            group.call(0, "new").result()  # the answer, which this rank itself has no memory for
         monkeypatch.undo()
         assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]

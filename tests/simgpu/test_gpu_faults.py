@@ -123,6 +123,35 @@ def test_script_that_fills_a_gpu_learns_which_line_did(runs: Runs) -> None:
     )
 
 
+#: One table of 12 MiB, of which a batch has nearly all rows: the gradients of an update, unlike its rows, do not fit.
+LARGE_UPDATE = [
+    *("roles={trainer: 1, parameter_server: 1}", "hybrid.tables={user: 12000}", "hybrid.embedding_dim=256"),
+    *("hybrid.num_samples=50000", "hybrid.batch_size=40000", "hybrid.hidden_sizes=[]"),
+    *("launch.device=cpu", "launch.devices.parameter_server=cuda"),
+]
+
+
+def test_full_memory_of_a_parameter_server_is_its_own_failure(runs: Runs, cell: Cell) -> None:
+    config = runs.config("server", *SHORT, f"experiment={runs.experiment}", *LARGE_UPDATE)[1:]
+    code, output = runs.command("run", "hybrid_clicks", *config, SIMGPU_MEMORY_MB="48")
+    assert code == 1, output
+    text = explain(runs, "server")
+    assert re.search(
+        r"^status:   failed: rank 1 \(parameter_server:0\) on \S+ failed with OutOfMemoryError: ", text, re.M
+    )
+    assert "cause:    the GPU's memory is full" in text
+    held = r"^memory: .* reserved by torch, .* of 48 MiB of GPU 0\nmemory: .*: \w+ \(tables\.py:\d+\)"
+    assert re.search(held, text, re.M)
+    traceback = (read_json(runs.attempt("server").outcome(1)) or {})["traceback"][0]
+    assert "in push" in traceback
+    assert "in update" in traceback
+    trainer = read_json(runs.attempt("server").outcome(0)) or {}
+    assert trainer["peer_lost"], trainer
+    assert re.search(r"the GPU's memory is full", runs.tags("server")["mlflow.note.content"])
+    cell.trainer = "hybrid"
+    fill(cell, runs, "server", "GPU memory of a server full")
+
+
 def test_late_copies_leave_checkpoints_as_they_are(runs: Runs) -> None:
     """A checkpoint after each step is copied to pinned memory while the next step changes the weights."""
     every_step = ("checkpoint.every_steps=1", "checkpoint.keep_last=20", "stop.max_steps=12")
