@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -266,11 +266,13 @@ def load_datasets(
     *,
     channels_last: bool = False,
     preload: bool = True,
+    alive: Callable[[], None] = lambda: None,
 ) -> ImageData:
     """Read the dataset `data.name` (a key of DATASETS) from disk; call download.prepare before.
 
     `seed` determines the augmentation and synthetic images. Batches are on `device`. Without `preload`, for a rank that
-    needs the labels only, no split is kept in memory. Raises DataError for missing, unreadable or truncated files.
+    needs the labels only, no split is kept in memory. `alive` is called now and then. Raises DataError for missing,
+    unreadable or truncated files.
     """
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size
@@ -283,8 +285,8 @@ def load_datasets(
         folder = find_or_raise(data.name, Path(data.root).expanduser())
         test_folder = _test_folder_of(folder)
         names = tuple(class_names(folder))
-        train = _folder_source(folder, names, size, data.num_workers)
-        test = _folder_source(test_folder, names, size, data.num_workers)
+        train = _folder_source(folder, names, size, data.num_workers, alive)
+        test = _folder_source(test_folder, names, size, data.num_workers, alive)
     else:
         train_arrays, test_arrays = _arrays(data)
         train = TensorImages(*train_arrays, image_size=size, flip=spec.flip)
@@ -295,8 +297,8 @@ def load_datasets(
     if data.augment:
         train_options["augment_seed"] = seed
     return ImageData(
-        train=_split(train, data, train_options, flip=spec.flip, preload=preload),
-        test=_split(test, data, options, flip=spec.flip, preload=preload),
+        train=_split(train, data, train_options, flip=spec.flip, preload=preload, alive=alive),
+        test=_split(test, data, options, flip=spec.flip, preload=preload, alive=alive),
         num_classes=len(names) or spec.num_classes or data.num_classes,
         in_channels=spec.in_channels,
         image_size=size,
@@ -327,19 +329,29 @@ def _test_folder_of(train_folder: Path) -> Path:
     raise DataError(f"image_folder needs {root}/val or {root}/test beside {train_folder}, found neither")
 
 
-def _folder_source(folder: Path, names: Sequence[str], size: int, num_threads: int) -> FolderImages:
-    files, labels = list_images(folder, names)
+def _folder_source(
+    folder: Path, names: Sequence[str], size: int, num_threads: int, alive: Callable[[], None]
+) -> FolderImages:
+    files, labels = list_images(folder, names, alive)
     return FolderImages(files, labels, image_size=size, num_threads=num_threads)
 
 
-def _split(source: ImageSource, data: DataConfig, options: dict[str, Any], *, flip: bool, preload: bool) -> Split:
+def _split(
+    source: ImageSource,
+    data: DataConfig,
+    options: dict[str, Any],
+    *,
+    flip: bool,
+    preload: bool,
+    alive: Callable[[], None],
+) -> Split:
     """Return the source as a split: in memory if it is small enough, else read while training."""
     # Random crops of image files need the original sizes.
     needs_files = isinstance(source, FolderImages) and options.get("augment_seed") is not None
     num_bytes = len(source.labels) * torch.Size(source.shape).numel()
     if preload and num_bytes <= PRELOAD_MAX_BYTES and not needs_files:
         log.info("preloading %d images, %.0f MB", len(source.labels), num_bytes / 1e6)
-        return PreloadedSplit(source.all_images(), source.labels, flip=flip, **options)
+        return PreloadedSplit(source.all_images(alive), source.labels, flip=flip, **options)
     return StreamingSplit(source, num_workers=data.num_workers, **options)
 
 

@@ -12,6 +12,8 @@ import shutil
 import socket
 import tempfile
 import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from hpcdist.config.training_schema import DataConfig
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 LOCK_NAME = ".hpcdist-download.lock"
 TEMP_PREFIX = ".hpcdist-download-"
 SOCKET_TIMEOUT_S = 30.0  # urllib has no default: with a firewall that drops packets it would hang
+#: Interval of the heartbeats during a download.
+_ALIVE_S = 1.0
 
 IDX_FILES = {  # split -> images, labels; .gz files are accepted as well
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -99,10 +103,11 @@ def _not_found(name: str, root: Path) -> str:
     return f"{name} was not found in {root} ({FOLDERS[name]} is missing or incomplete)"
 
 
-def prepare(data: DataConfig) -> None:
+def prepare(data: DataConfig, alive: Callable[[], None] = lambda: None) -> None:
     """Download the dataset if it is not on disk.
 
-    Call it on one rank of each node while the others wait. Concurrent processes take turns.
+    Call it on one rank of each node while the others wait. Concurrent processes take turns. `alive` is called every
+    second of a download, or of a wait for that of another process.
     Raises DataError if the dataset is missing and cannot be downloaded.
     """
     if data.name == "synthetic":
@@ -120,9 +125,9 @@ def prepare(data: DataConfig) -> None:
         root.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that downloads into {root}"
         # `shared`: other users of the group may use the lock's file, too; the lock is exclusive.
-        with long_lock(root / LOCK_NAME, waiting=waiting, shared=True):
+        with long_lock(root / LOCK_NAME, waiting=waiting, shared=True, alive=alive):
             if not find(data.name, root):  # another process may have downloaded it meanwhile
-                _download(data.name, root)
+                _download(data.name, root, alive)
     # torchvision raises RuntimeError if no mirror answers or a checksum is wrong. EOFError and zlib.error come from an
     # incomplete or damaged .gz file, HTTPException from a broken answer of the server.
     except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
@@ -130,14 +135,19 @@ def prepare(data: DataConfig) -> None:
         raise DataError(f"{_not_found(data.name, root)} and could not be downloaded ({reason}): {_FIX}") from error
 
 
-def _download(name: str, root: Path) -> None:
+def _download(name: str, root: Path, alive: Callable[[], None]) -> None:
     """Download into a temporary folder, then move each file to its place. The caller holds the lock."""
     for stale in root.glob(f"{TEMP_PREFIX}*/"):  # of processes that were killed: the lock excludes running ones
         shutil.rmtree(stale, ignore_errors=True)  # perhaps another user's
     log.info("downloading %s into %s", name, root)
     target = root / FOLDERS[name]
     with tempfile.TemporaryDirectory(prefix=TEMP_PREFIX, dir=root) as temp:
-        _fetch(name, Path(temp))
+        # torchvision reports no progress. The time limit of its reads from the network ends a download that hangs.
+        with ThreadPoolExecutor(1, thread_name_prefix="download") as pool:
+            fetched = pool.submit(_fetch, name, Path(temp))
+            while not wait([fetched], _ALIVE_S).done:
+                alive()
+        fetched.result()
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted((Path(temp) / FOLDERS[name]).iterdir()):
             if file.suffix != ".gz":  # torchvision also keeps the compressed file, which is not needed

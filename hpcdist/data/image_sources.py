@@ -6,7 +6,7 @@ import math
 import pickle
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -131,8 +131,9 @@ class TensorImages:
             return image
         return crop_image(image, crop_hash, flip=self.flip)
 
-    def all_images(self) -> Tensor:
+    def all_images(self, alive: Callable[[], None] = lambda: None) -> Tensor:
         """Return all images without crops, uint8 [N, C, H, W]."""
+        alive()
         return resize(self.images, self.shape[1])
 
 
@@ -167,8 +168,9 @@ class SyntheticImages:
             return image
         return crop_image(image, crop_hash, flip=False)
 
-    def all_images(self) -> Tensor:
+    def all_images(self, alive: Callable[[], None] = lambda: None) -> Tensor:
         """Return all images without crops, uint8 [N, C, H, W]."""
+        alive()
         images = torch.empty(len(self.labels), *self.shape, dtype=torch.uint8)
         # A loop over images stays in the processor's cache: four times faster than one operation on all.
         picks = zip(self.labels.tolist(), self.first.tolist(), self.second.tolist(), strict=True)
@@ -225,13 +227,17 @@ class FolderImages:
         top = (image.height - side) / 2
         return left, top, left + side, top + side
 
-    def all_images(self) -> Tensor:
-        """Return the centres of all images, uint8 [N, C, H, W], decoded in several threads."""
+    def all_images(self, alive: Callable[[], None] = lambda: None) -> Tensor:
+        """Return the centres of all images, uint8 [N, C, H, W], decoded in several threads.
+
+        `alive` is called for each image: a slow file system needs minutes for many files.
+        """
         images = torch.empty(len(self.files), *self.shape, dtype=torch.uint8)
         with ThreadPoolExecutor(max(1, self.num_threads)) as pool:  # PIL decodes without holding the GIL
             decoded = pool.map(lambda index: self.image(index, None), range(len(self.files)))
             for out, image in zip(images, decoded, strict=True):
                 out.copy_(image)
+                alive()
         return images
 
 
@@ -247,14 +253,18 @@ def class_names(folder: Path) -> list[str]:
     return names
 
 
-def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
+def list_images(
+    folder: Path, classes: Sequence[str], alive: Callable[[], None] = lambda: None
+) -> tuple[list[Path], Tensor]:
     """Return the image files in `folder`/CLASS, sorted, and the label of each, int64 [N].
 
+    `alive` is called before each folder is listed.
     Raises DataError for a class folder that is not in `classes` or has no images.
     """
     files: list[Path] = []
     labels: list[int] = []
     for name in class_names(folder):
+        alive()
         if name not in classes:
             raise DataError(f"{folder / name} is not a class of the training images")
         class_files = [path for path in _scan(folder / name) if path.suffix.lower() in IMAGE_SUFFIXES]

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 #: Time after which a rank that waits for the others says so.
 WAIT_S = 30.0
+#: Interval of the heartbeats of a rank in `Groups.await_all`.
+ALIVE_S = 1.0
+#: Numbers the calls of `Groups.await_all`, by the ranks of the group: all of them make the same calls.
+_num_waits: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,33 @@ class Groups:
         """Wait until all ranks have made this call."""
         if self.control is not None:
             dist.barrier(group=self.control)
+
+    def await_all(self, alive: Callable[[], None]) -> None:
+        """Wait until all ranks have made this call, with heartbeats and without a time limit.
+
+        For ranks of which one may need minutes more than another, such as to load data: a collective has a time limit,
+        and a rank that waits in it counts as hung if the other one is silent, too.
+
+        Args:
+            alive: is called about once a second: `ctx.timer.alive`.
+        """
+        if self.control is None:
+            return
+        ranks = dist.get_process_group_ranks(self.control)
+        group = " ".join(map(str, ranks))
+        _num_waits[group] += 1
+        key = f"wait {_num_waits[group]} of ranks {group}"
+        if self.store.add(key, 1) == len(ranks):
+            self.store.set(f"{key} is over", "")
+        is_over = False
+        while not is_over:
+            alive()
+            try:
+                self.store.wait([f"{key} is over"], timedelta(seconds=ALIVE_S))
+                is_over = True
+            except RuntimeError:  # not yet: DistStoreError, or that of a store of torch; a lost rank 0 is a PeerLost
+                pass
+        dist.barrier(group=self.control)  # rank 0 serves the store until all ranks know
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks, in double precision, on every rank."""

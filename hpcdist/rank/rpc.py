@@ -18,7 +18,7 @@ On a GPU, calls are executed on the default stream, on which all threads of a ra
 import logging
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.process_group import Groups
 from hpcdist.rank.rpc_transport import Transport
 
 log = logging.getLogger(__name__)
@@ -92,8 +91,9 @@ class RpcGroup:
     def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
         """Call a function of another rank, and return the future of its result.
 
-        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, as one in `serve`
-        does without GPU memory, or has not answered in time. A tensor must not be changed before the call is answered, because it is not copied.
+        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, such as one in
+        `serve` without GPU memory, or has not answered in time. A tensor must not be changed before the call is
+        answered, because it is not copied.
         `function` is a key of the mapping that the rank passed to `rpc_group`.
         """
         rank = to if isinstance(to, int) else self._ranks.get(to, -1)
@@ -154,19 +154,8 @@ class RpcGroup:
 
         A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
         """
-        _await_all_ranks(self._ctx)
+        self._ctx.groups.await_all(self._ctx.timer.alive)
         self.transport.close()
-
-
-def _await_all_ranks(ctx: Context) -> None:
-    """Wait until all ranks have made this call, with heartbeats: the other ranks may be busy for long."""
-    # Not `ctx.groups`, whose barrier uses the timer, since the timer belongs to another thread.
-    all_ranks = Groups(ctx.groups.control, ctx.groups.store)
-    with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-rpc") as pool:
-        arrived = pool.submit(all_ranks.barrier)
-        while not wait([arrived], PULSE_INTERVAL_S).done:
-            ctx.timer.alive()
-    arrived.result()
 
 
 @contextmanager
@@ -189,7 +178,7 @@ def rpc_group(
         num_threads: number of calls that this rank answers at the same time.
     """
     # A rank may first load a checkpoint or its data, for longer than the store waits for an address.
-    _await_all_ranks(ctx)
+    ctx.groups.await_all(ctx.timer.alive)
     group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
     for name, future in zip(group.names, group.call_all(group.names, "_pulse", False), strict=True):
         try:

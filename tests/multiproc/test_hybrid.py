@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context, stop_at
+from hpcdist_runs import wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import OptimConfig, StopConfig
 from hpcdist.rank.context import close
+from hpcdist.rank.step_timing import StepTimer
 from hpcdist.rank.training_loop import fill_rows
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
@@ -174,6 +176,36 @@ def test_training_equals_one_process_on_the_joint_batch(
     # The weights of all shards change: an optimizer with gradients of other tensors would not change them.
     initial = in_one_process(cfg, num_steps=0)
     assert [name for name, weight in found.items() if torch.equal(weight, initial[name])] == []
+
+
+def load_late(here: Rank, path: Path, cfg: Config) -> bool:
+    """Return whether a trainer has sent heartbeats while it waited for the samples of the other one."""
+    load_clicks = train.load_clicks
+    alive = StepTimer.alive
+    beaten = here.folder / "beaten"
+    num_beats = 0
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        if here.rank == 1:
+            wait_for(beaten.exists, "heartbeats of the other trainer")
+        return load_clicks(*arguments, **options)
+
+    def count(timer: StepTimer) -> None:
+        nonlocal num_beats
+        alive(timer)
+        num_beats += 1
+        if here.rank == 0 and num_beats == 5:  # more than its own samples need
+            beaten.touch()
+
+    train.load_clicks = load
+    StepTimer.alive = count  # type: ignore[method-assign,assignment]
+    train_on_rank(here, path, cfg)
+    return beaten.exists()
+
+
+def test_trainer_waits_for_the_samples_of_another_with_heartbeats(tmp_path: Path) -> None:
+    cfg = config(num_servers=1)
+    assert all(spawn_ranks(load_late, 3, path=new_run(tmp_path).path, cfg=cfg))
 
 
 def resized(cfg: Config, *, trainers: int, servers: int) -> Config:

@@ -183,6 +183,32 @@ class Intruder:
         return os.mkdir, (str(self.path),)
 
 
+def await_late_rank(here: Rank) -> int:
+    """Return the number of heartbeats of a rank; the last rank comes once the first one has sent some."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    groups = Groups(control, dist.distributed_c10d._get_default_store())
+    beats: list[str] = []
+
+    def alive() -> None:
+        beats.append("")
+        if len(beats) == 3:
+            (here.folder / f"beaten-{here.rank}").touch()
+
+    for _ in range(2):
+        beats.clear()
+        if here.rank == NUM_RANKS - 1:
+            wait_for((here.folder / "beaten-0").exists, "heartbeats of rank 0")
+        groups.await_all(alive)
+    return len(beats)
+
+
+def test_ranks_wait_for_a_late_one_with_heartbeats() -> None:
+    """In a barrier, rank 0 would send none, and the last rank wait for ever."""
+    num_beats = spawn_ranks(await_late_rank, NUM_RANKS)
+    assert all(number >= 1 for number in num_beats)
+
+
 def exchange_values(here: Rank) -> dict[str, Any]:
     """Exchange values of each rank; then rank 1 sends an object whose unpickling executes code."""
     control = dist.new_group(backend="gloo")

@@ -143,10 +143,12 @@ def interval_metrics(
 
 def open_data(ctx: Context, cfg: Config) -> ImageData:
     """Download the dataset once on each node, if it is not there, and return it."""
+    alive = ctx.timer.alive  # the heartbeat, since loading counts no steps
     if ctx.topology.local_rank == 0:
-        prepare(cfg.data)
-    ctx.groups.barrier()  # the other ranks of the node wait for the download
-    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
+        prepare(cfg.data, alive)
+    ctx.groups.await_all(alive)  # the other ranks of the node wait for the download
+    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last, alive=alive)
+    ctx.groups.await_all(alive)  # and for a node whose disk is slower
     log_image_data(ctx, cfg.data, data, cfg.seed)  # name, size and digest, for MLflow
     return data
 

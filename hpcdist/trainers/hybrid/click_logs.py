@@ -10,7 +10,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +28,8 @@ LABEL_COLUMN = "label"
 BLOCK = 4096
 #: Maximum number of ids in a bag of the synthetic log. Its first rows are the most popular: row = rows × u², u uniform.
 MAX_BAG_SIZE = 3
+#: Samples of a file that are read together, or more: row groups are not divided.
+_PIECE_SAMPLES = 1 << 18
 #: Bytes at the start and at the end of a file that its digest covers.
 _DIGEST_BYTES = 1 << 20
 #: A larger Parquet file may take this many times its size in memory, a smaller one this many bytes. More than that
@@ -142,11 +144,15 @@ class SyntheticLog:
     def __len__(self) -> int:
         return self._cfg.num_samples
 
-    def read(self, first: int, end: int) -> Clicks:
-        """Return the samples from `first` to `end`, without the latter."""
+    def read(self, first: int, end: int, alive: Callable[[], None]) -> Clicks:
+        """Return the samples from `first` to `end`, without the latter. `alive` is called before each block."""
         blocks = range(first // BLOCK, math.ceil(end / BLOCK))
         samples = torch.arange(first, end) - blocks.start * BLOCK
-        return _joined([self._block(block) for block in blocks]).take(samples)
+        parts = []
+        for block in blocks:
+            alive()
+            parts.append(self._block(block))
+        return _joined(parts).take(samples)
 
     def _block(self, block: int) -> Clicks:
         """Draw BLOCK samples."""
@@ -175,6 +181,8 @@ class SyntheticLog:
 
 def _joined(parts: list[Clicks]) -> Clicks:
     """Return the samples of all parts, one part after another."""
+    if len(parts) == 1:
+        return parts[0]
     ids = torch.cat([part.bags.ids for part in parts])
     sizes = torch.cat([part.bags.offsets.diff() for part in parts])
     best_scores = None
@@ -253,15 +261,31 @@ class FileLog:
     def __len__(self) -> int:
         return int(self._num_rows)
 
-    def read(self, first: int, end: int) -> Clicks:
-        """Return these samples. Raises DataError if the file is damaged or does not match the config."""
+    def read(self, first: int, end: int, alive: Callable[[], None]) -> Clicks:
+        """Return these samples; `alive` is called before each piece of the file.
+
+        Raises DataError if the file is damaged or does not match the config.
+        """
+        parts = []
         try:
-            clicks = self._read(first, end)
+            for begin, stop in self._pieces(first, end):
+                alive()
+                parts.append(self._read(begin, stop))
         except self._damaged as error:
             raise self._unreadable(error) from error
+        clicks = _joined(parts)
         if len(clicks) != end - first:
             raise DataError(f"{self._path} is damaged: {end - first} samples expected, {len(clicks)} found")
         return clicks
+
+    def _pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Return consecutive parts of these samples, cut between row groups; a CSV file is in memory."""
+        cuts = [first]
+        if self._parquet is not None:
+            for group_end in accumulate(group.num_rows for group in self._groups):
+                if cuts[-1] + _PIECE_SAMPLES <= group_end < end:
+                    cuts.append(group_end)
+        return pairwise([*cuts, end])
 
     def _read(self, first: int, end: int) -> Clicks:
         cfg = self._cfg

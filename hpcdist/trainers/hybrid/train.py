@@ -17,7 +17,7 @@ Source of the method: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutori
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -293,9 +293,11 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
     """Read this trainer's shares of the click log, and log it as a dataset."""
     hybrid = cfg.section(HybridConfig)
     shares = share_of(ctx.roles.own_index, ctx.roles.count("trainer"), num_shares)
-    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
+    alive = ctx.timer.alive  # the heartbeat, since loading counts no steps
+    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares, alive=alive)
     train, test = (clicks.placed(layout.place) for clicks in loaded)
     largest_bag = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
+    trainers.await_all(alive)
     test_sizes, largest_bags = zip(*trainers.all_gather((len(test), largest_bag)), strict=True)
     two_samples = loaded[0].take(torch.arange(2) % len(train))
     share_size = len(train) // len(shares)
@@ -315,8 +317,14 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
     )
 
 
-def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
-    """Return training and test samples of a trainer. Shares are equal: up to `num_shares` - 1 samples are not used."""
+def load_clicks(
+    cfg: HybridConfig, seed: int, *, shares: range, num_shares: int, alive: Callable[[], None] = lambda: None
+) -> tuple[Clicks, Clicks]:
+    """Return training and test samples of a trainer. Shares are equal: up to `num_shares` - 1 samples are not used.
+
+    `alive` is called now and then.
+    """
+    alive()
     source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * EVAL_FRACTION))
     num_train = len(source) - num_test
@@ -325,10 +333,10 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
         raise DataError(
             f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
         )
-    train = source.read(shares.start * share_size, shares.stop * share_size)
+    train = source.read(shares.start * share_size, shares.stop * share_size, alive)
     first_test = num_train + num_test * shares.start // num_shares
     end_test = num_train + num_test * shares.stop // num_shares
-    test = source.read(first_test, end_test)
+    test = source.read(first_test, end_test, alive)
     return train, test
 
 

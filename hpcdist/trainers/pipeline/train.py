@@ -354,12 +354,19 @@ def restored_sums(ctx: Context, saved: Restored | None) -> dict[str, Any] | None
 
 def load_data(ctx: Context, cfg: Config, mesh: StageMesh) -> ImageData:
     """Return the dataset. Only first stages read images, so nothing is preloaded for the others."""
+    alive = ctx.timer.alive  # the heartbeat, since loading counts no steps
     if ctx.topology.local_rank == 0:
-        prepare(cfg.data)
-    ctx.groups.barrier()  # the other ranks of the node wait for the download
+        prepare(cfg.data, alive)
+    ctx.groups.await_all(alive)  # the other ranks of the node wait for the download
     data = load_datasets(
-        cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last, preload=mesh.is_first_stage
+        cfg.data,
+        cfg.seed,
+        ctx.device,
+        channels_last=cfg.model.channels_last,
+        preload=mesh.is_first_stage,
+        alive=alive,
     )
+    ctx.groups.await_all(alive)  # and for a first stage, which alone reads images
     if len(data.train) < cfg.data.batch_size:
         raise ConfigError(f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images")
     log_image_data(ctx, cfg.data, data, cfg.seed)

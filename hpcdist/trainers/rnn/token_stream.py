@@ -59,9 +59,12 @@ class Corpus:
     vocab_size: int
 
 
-def load_corpus(cfg: RnnConfig, seed: int) -> Corpus:
-    """Read, split and tokenize the text. Raises ConfigError if there is none or too little."""
-    texts = read_texts(cfg.files, cfg.max_corpus_mb, seed)
+def load_corpus(cfg: RnnConfig, seed: int, alive: Callable[[], None] = lambda: None) -> Corpus:
+    """Read, split and tokenize the text. Raises ConfigError if there is none or too little.
+
+    `alive` is called before each file is read.
+    """
+    texts = read_texts(cfg.files, cfg.max_corpus_mb, seed, alive)
     if len(texts) >= HELD_OUT_EVERY:
         train = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY != 0]
         held_out = texts[::HELD_OUT_EVERY]
@@ -82,7 +85,9 @@ def _stream(texts: list[list[int]]) -> Tensor:
     return torch.cat([torch.tensor(tokens, dtype=torch.int32) for tokens in texts])
 
 
-def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
+def read_texts(
+    patterns: Sequence[str], max_mb: float, seed: int, alive: Callable[[], None] = lambda: None
+) -> list[str]:
     """Return the texts of the files in an order that `seed` determines, at most `max_mb` in total.
 
     Without patterns it reads the source of Python's standard library. Raises ConfigError for a pattern without files
@@ -93,6 +98,7 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
     texts = []
     num_bytes_left = int(max_mb * 1e6)
     for path in paths:
+        alive()
         try:
             with open(path, "rb") as file:
                 text = file.read(num_bytes_left).decode(errors="replace")

@@ -75,9 +75,10 @@ def train(ctx: Context, cfg: Config) -> None:
     vocab_size = 0
     texts: list[Tensor] = []
     if ctx.is_main:
-        corpus = load_corpus(cfg.section(RnnConfig), cfg.seed)
+        corpus = load_corpus(cfg.section(RnnConfig), cfg.seed, ctx.timer.alive)
         vocab_size = corpus.vocab_size
         texts = [corpus.train, corpus.held_out]
+    ctx.groups.await_all(ctx.timer.alive)  # heartbeats, since loading counts no steps
     vocab_size = ctx.groups.broadcast(vocab_size)
     # A server has to answer two calls for each batch at the same time: it is decoded, and pushed. A call may wait in
     # its thread for the calls of the other trainers.

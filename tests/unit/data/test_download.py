@@ -58,6 +58,30 @@ def test_download_has_the_layout_of_torchvision(
     assert not list(root.rglob("*.gz"))
 
 
+def test_download_and_wait_for_another_one_send_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_beaten = threading.Event()
+
+    def fetch(name: str, folder: Path) -> None:
+        assert has_beaten.wait(timeout=60)
+        write_files(name, folder)
+
+    monkeypatch.setattr(download, "_fetch", fetch)
+    monkeypatch.setattr(download, "_ALIVE_S", 0.01)
+    mnist = DataConfig(name="mnist", root=str(tmp_path))
+    prepare(mnist, has_beaten.set)
+    assert missing(mnist) == ""
+    cifar10 = DataConfig(name="cifar10", root=str(tmp_path))
+    with (tmp_path / LOCK_NAME).open("w") as file:  # another process downloads
+
+        def end_of_the_other() -> None:
+            write_files("cifar10", tmp_path)
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+        prepare(cifar10, end_of_the_other)
+    assert missing(cifar10) == ""
+
+
 def test_download_without_network_or_folder_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         assert socket.getdefaulttimeout() == download.SOCKET_TIMEOUT_S

@@ -115,7 +115,10 @@ def test_image_folder_is_loaded_with_val_or_test_images(tmp_path: Path, test_nam
     with pytest.raises(DataError, match=rf"image_folder was not found in {tmp_path} \("):
         load_datasets(params("image_folder", root=str(tmp_path)), seed=0)
     write_folder(tmp_path, test_name=test_name)
-    data = load_datasets(params("image_folder", root=str(tmp_path), image_size=8), seed=0)
+    beats: list[str] = []
+    options = params("image_folder", root=str(tmp_path), image_size=8)
+    data = load_datasets(options, seed=0, alive=lambda: beats.append(""))
+    assert len(beats) == len(data.train) + len(data.test) + 4, "one for each image and each folder of a class"
     assert (data.num_classes, data.in_channels, data.image_size) == (2, 3, 8)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     [(images, labels)] = data.test.batches([torch.arange(2)])

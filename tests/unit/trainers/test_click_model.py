@@ -20,7 +20,7 @@ from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.errors import CheckpointError, DataError
 from hpcdist.run.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
-from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.hybrid import HybridConfig, click_logs
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
 from hpcdist.trainers.hybrid.tables import (
     Layout,
@@ -130,6 +130,24 @@ def test_each_trainer_reads_its_share_of_a_file(tmp_path: Path, kind: str) -> No
     assert bag(second, 1, 1) == [1, 1, 1]
     assert bag(first, 0, 2) == bag(second, 0, 2) == bag(more_test, 0, 2), "the same city"
     assert bag(first, 1, 2) != bag(first, 0, 2)
+
+
+def test_file_is_read_in_pieces_with_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(write(tmp_path, "parquet", **{name: values * 4 for name, values in COLUMNS.items()}))
+    beats: list[str] = []
+    clicks: list[Clicks] = []
+    num_beats = []
+    for num_samples in (100, 5):  # row groups have two samples: the pieces of 22 have 6, 6, 6 and 4
+        monkeypatch.setattr(click_logs, "_PIECE_SAMPLES", num_samples)
+        beats.clear()
+        clicks.append(load_clicks(cfg, 0, shares=range(1), num_shares=1, alive=lambda: beats.append(""))[0])
+        num_beats.append(len(beats))
+    whole, joined = clicks
+    assert num_beats == [3, 6]  # the first one before the file is opened, the last one for its test samples
+    assert torch.equal(joined.bags.ids, whole.bags.ids)
+    assert torch.equal(joined.bags.offsets, whole.bags.offsets)
+    assert torch.equal(joined.numeric, whole.numeric)
+    assert torch.equal(joined.labels, whole.labels)
 
 
 @pytest.mark.parametrize(
