@@ -36,6 +36,7 @@ from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeGroup, NodeState, SlurmError, is_usable
+from hpcdist.supervisor.plan import Machine
 
 #: Maximum number of characters of an unexpected error's text.
 _MAX_REASON = 300
@@ -101,7 +102,9 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     def gpus() -> list[Check]:
         known = gpu_info.gpus()
         visible = visible_gpus(len(known), env)
-        return machine_checks.all_gpu_checks(known, visible, gpu_device_files(), driver_version())
+        return machine_checks.all_gpu_checks(
+            known, visible, gpu_device_files(), driver_version(), has_amd_driver=gpu_info.has_amd_driver()
+        )
 
     def resources() -> list[Check]:
         return resource_checks(ResourceLimits.inspect())
@@ -152,8 +155,8 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
     checks = []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(machine_checks.trial_checks, "cpu", _NUM_CPU_RANKS, env)
-        # A driver that fails reports no GPUs; then the trial shows its error.
-        num_gpus = visible_gpus(len(gpu_info.gpus()) or gpu_device_files(), env)
+        # As many as a run has. If NVIDIA's driver fails, the trial shows its error.
+        num_gpus = Machine.inspect(env).num_gpus
         if num_gpus:
             checks += machine_checks.trial_checks(NVIDIA, num_gpus, env)
         checks += on_cpus.result()
@@ -314,6 +317,7 @@ def _needs(run: RunDir, config: Config, nodes: Sequence[str]) -> Needs:
         nodes=tuple(nodes),
         run_folder=str(run.path),
         gpus_per_node=gpus_per_node,
+        gpu_type=config.launch.gpu_type,
         backend=config.launch.backend_on(gpus=gpus_per_node > 0),
     )
 

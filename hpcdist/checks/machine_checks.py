@@ -79,13 +79,16 @@ def _torch_of_torchvision() -> str:
     return ""
 
 
-def all_gpu_checks(gpus: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
+def all_gpu_checks(
+    gpus: Sequence[Gpu], num_visible: int, num_devices: int, driver: str, *, has_amd_driver: bool = False
+) -> list[Check]:
     """Check all GPUs of this machine.
 
     Args:
         num_visible: number of GPUs that CUDA_VISIBLE_DEVICES selects.
         num_devices: number of GPUs with a device file.
         driver: version of the driver; empty without one.
+        has_amd_driver: whether there may be GPUs of AMD, which are not known.
     """
     if not gpus:
         if num_devices or driver:
@@ -95,6 +98,9 @@ def all_gpu_checks(gpus: Sequence[Gpu], num_visible: int, num_devices: int, driv
                 " (docker: --gpus all, podman: --device nvidia.com/gpu=all, apptainer: --nv)"
             )
             return [warning("GPUs", text, fix)]
+        if has_amd_driver:
+            text = "those of AMD are not checked, and not counted: hpcdist asks NVIDIA's driver"
+            return [note("GPUs", text, "list them in CUDA_VISIBLE_DEVICES for runs on this machine, see `rocm-smi`")]
         return [note("GPUs", "none: training uses the CPUs")]
     checks = []
     for gpu in gpus:

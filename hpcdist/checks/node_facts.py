@@ -75,6 +75,7 @@ def read_hardware(env: Mapping[str, str]) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus],
         "visible_gpus": visible_gpus(len(gpus), env),
         "gpu_device_files": gpu_device_files(),
+        "amd_driver": gpu_info.has_amd_driver(),
     }
 
 

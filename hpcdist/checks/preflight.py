@@ -10,8 +10,9 @@ from typing import Any
 from hpcdist.checks import node_facts, node_links
 from hpcdist.checks.node_facts import MB, NO_DISK_BYTES
 from hpcdist.checks.node_links import SHOWN
+from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.errors import few
-from hpcdist.host.check_result import LEVELS, Check, Level, failure, ok, warning
+from hpcdist.host.check_result import LEVELS, Check, Level, failure, note, ok, warning
 
 #: By node: what its probe has printed (`hpcdist/checks/node_probe.py`).
 Answers = Mapping[str, Mapping[str, Any]]
@@ -54,6 +55,7 @@ class Needs:
     run_folder: str
     checkpoint_bytes: int | None = None  #: size of the newest checkpoint, None without one
     gpus_per_node: int = 0  #: GPUs that ranks need on each node
+    gpu_type: str = NVIDIA  #: torch's name of their type
     backend: str = "gloo"  #: backend of the ranks
     join_s: float = 0.0  #: time for the nodes to join a group; 0 if they were not asked to
 
@@ -199,6 +201,11 @@ def _loopback(needs: Needs, answers: Answers) -> Iterator[Check]:
 
 def _gpus(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not needs.gpus_per_node or "gpus" not in answer:
+        return
+    may_be_uncounted = needs.gpu_type != NVIDIA or answer.get("amd_driver", False)
+    if not answer["gpus"] and may_be_uncounted:
+        text = f"whether {needs.gpus_per_node} GPUs are usable is unknown: hpcdist counts those of NVIDIA only"
+        yield note("gpu", text, f"see `rocm-smi` (AMD) or `xpu-smi discovery` (Intel) on {node}")
         return
     num_usable = answer.get("visible_gpus", 0)
     if num_usable < needs.gpus_per_node:

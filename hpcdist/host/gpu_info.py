@@ -153,6 +153,15 @@ def visible_devices(env: Mapping[str, str]) -> str:
     return f"{number} × {names[0]}"
 
 
+#: Exists if AMD's driver is loaded.
+AMD_DRIVER = Path("/dev/kfd")
+
+
+def has_amd_driver() -> bool:
+    """Return whether this machine has AMD's driver: its GPUs are not among those that are counted here."""
+    return AMD_DRIVER.exists()
+
+
 def gpu_device_files() -> int:
     """Return the number of GPUs with a device file, whether or not the driver works."""
     names = [path.name for path in Path("/dev").glob("nvidia[0-9]*")]

@@ -11,7 +11,6 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 
 from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
-from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.runtimes import outer_env
@@ -99,8 +98,8 @@ class Preflight:
             nodes=tuple(self.nodes.names),
             run_folder=str(self.folder.path),
             checkpoint_bytes=newest_checkpoint_bytes(self.folder),
-            # The nodes count GPUs by NVIDIA's driver.
-            gpus_per_node=gpus if config.launch.gpu_type == NVIDIA else 0,
+            gpus_per_node=gpus,
+            gpu_type=config.launch.gpu_type,
             backend=config.launch.backend_on(gpus=gpus > 0),
             join_s=config.launch.init_timeout_s + self._unpack_s,
         )

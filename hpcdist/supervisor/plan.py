@@ -16,7 +16,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.config.section import MAX_PER_NODE
 from hpcdist.config.topology import port_for
 from hpcdist.errors import ConfigError, plural
-from hpcdist.host.gpu_info import count_gpus, gpu_device_files, selected_gpus, visible_gpus
+from hpcdist.host.gpu_info import count_gpus, gpu_device_files, has_amd_driver, selected_gpus, visible_gpus
 from hpcdist.host.machine import num_cores
 from hpcdist.rank.network_interface import INTERFACE_VARIABLES
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE
@@ -24,8 +24,6 @@ from hpcdist.run.script_ranks import Spawn
 
 #: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
-#: Exists if AMD's driver is loaded.
-AMD_DRIVER = Path("/dev/kfd")
 #: Ranks of a trainer; of a script there is one, as under torchrun.
 RANKS_WITHOUT_GPU = 2
 #: Sizes up to which glibc keeps blocks and free memory on ranks without a GPU. By default it returns large blocks to
@@ -48,7 +46,7 @@ class Machine:
         """Count cores, and GPUs by CUDA_VISIBLE_DEVICES or else by the driver, without torch."""
         # Without an answer of NVIDIA's driver, the device files show whether GPUs exist.
         num_gpus = count_gpus() or gpu_device_files()
-        if not num_gpus and AMD_DRIVER.exists():
+        if not num_gpus and has_amd_driver():
             num_gpus = len(selected_gpus(env) or ())  # not counted: only the variable shows them
         return cls(num_cpus=num_cores(), num_gpus=visible_gpus(num_gpus, env))
 

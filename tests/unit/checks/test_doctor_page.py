@@ -335,12 +335,12 @@ def test_preflight_step_runs_beside_the_ranks(
     checked: dict[str, Any] = {}
 
     def check_nodes(needs: Needs, answers: dict[str, Any], asked_at: float, answered_at: float) -> list[Check]:
-        assert (needs.nodes, needs.gpus_per_node, needs.join_s) == (("n1", "n2"), 4, 0.0)
+        assert (needs.nodes, needs.gpus_per_node, needs.gpu_type, needs.join_s) == (("n1", "n2"), 4, "xpu", 0.0)
         checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
     monkeypatch.setattr(doctor_report, "check_nodes", check_nodes)
-    config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
+    config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4", "launch.device=xpu"])
     (slow,) = checks_of(run, config)["Node preflight"]
     assert slow.level == "warning"
     flags = {"--jobid=7", "--job-name=doctor", "--overlap", "--time=2", "--mem=0", "--nodes=2", "--gpus-per-node=4"}

@@ -102,6 +102,8 @@ def test_healthy_missing_and_defective_gpus_are_told_apart() -> None:
     mig_slice = replace(H200, used_mb=None, total_mb=None, uncorrected_errors=None)
     assert all_gpu_checks([mig_slice], 1, 1, "580.65")[0].level == "ok"
     assert [check.sentence() for check in all_gpu_checks([], 0, 0, "")] == ["GPUs: none: training uses the CPUs"]
+    (check,) = all_gpu_checks([], 0, 0, "", has_amd_driver=True)
+    assert check.sentence().startswith("GPUs: those of AMD are not checked, and not counted: hpcdist asks NVIDIA's")
     (check,) = all_gpu_checks([], 0, 2, "550.54")
     assert (check.level, "NVML reports no GPU" in check.text) == ("warning", True)
     unhealthy = [

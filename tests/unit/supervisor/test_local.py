@@ -24,6 +24,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.config.training_schema import DataConfig, ElasticConfig, TrainerConfig
 from hpcdist.errors import NO_PROCESS, ConfigError, RunFolderError
+from hpcdist.host import gpu_info
 from hpcdist.host.gpu_info import gpu_device_files
 from hpcdist.host.json_files import read_json
 from hpcdist.run import create, folder, snapshot
@@ -388,7 +389,7 @@ def test_variable_selects_no_gpu_that_the_machine_lacks(monkeypatch: pytest.Monk
     install_fake_nvml(monkeypatch)
     selected = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert Machine.inspect(selected).num_gpus == 0
-    monkeypatch.setattr(plans, "AMD_DRIVER", tmp_path)
+    monkeypatch.setattr(gpu_info, "AMD_DRIVER", tmp_path)
     assert Machine.inspect(selected).num_gpus == 2, "its GPUs are not counted"
 
 
