@@ -6,7 +6,6 @@ import logging
 import math
 import random
 import re
-import time
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, cast
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.sharded import Box
 from hpcdist.checkpoint.state import Shard, load_weights
@@ -486,37 +486,52 @@ def test_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> No
     assert list(run.checkpoints.iterdir()) == []
 
 
-# --- Step timing of real ranks, of which one has a slow forward pass and one slow data loading.
+# --- Step timing of real ranks by a clock of the test, of which one has a slow forward pass and one slow data loading.
 
 
-SLOW_S = 0.1
+#: Seconds of a slow part of a step, and of each wait for other ranks.
+SLOW_S = 0.5
+WAIT_S = 4.0
 NUM_STEPS = 12
 LOG_EVERY = 4
 
 
-class SlowNetwork(nn.Module):
-    """A small network with buffers and an artificial delay in the forward pass."""
+class Clock:
+    """A clock that the test sets forward."""
 
-    def __init__(self, forward_s: float) -> None:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+class SlowNetwork(nn.Module):
+    """A small network with buffers, whose forward pass takes `forward_s` seconds of a clock."""
+
+    def __init__(self, clock: Clock | None = None, forward_s: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
         self.layers[0].weight.requires_grad_(False)
+        self.clock = clock
         self.forward_s = forward_s
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.forward_s)
+        if self.clock is not None:
+            self.clock.seconds += self.forward_s
         y: Tensor = self.layers(x)
         return y
 
 
-def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0.0) -> Totals:
+def train(ctx: Context, clock: Clock, first: int, *, compute_s: float = 0.0, data_s: float = 0.0) -> Totals:
     """Train a few steps; return the totals of all steps but the first."""
-    model = ctx.wrap(SlowNetwork(compute_s))
+    model = ctx.wrap(SlowNetwork(clock, compute_s))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     before = Totals()
     for step in range(first, first + NUM_STEPS + 1):
-        time.sleep(data_s)  # data loading
+        clock.seconds += data_s  # data loading
         model(torch.ones(4, 4)).sum().backward()
+        clock.seconds += WAIT_S  # the gradients of the other ranks, which arrive after the last one of this rank
         optimizer.step()
         optimizer.zero_grad()
         ctx.should_stop(step)
@@ -532,42 +547,47 @@ def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0
 
 
 def timed_totals(here: Rank) -> dict[str, Any]:
+    clock = Clock()
+    exchange_buffers = DistributedDataParallel._sync_buffers
+
+    def exchange_slowly(model: DistributedDataParallel) -> None:
+        exchange_buffers(model)  # type: ignore[no-untyped-call]
+        clock.seconds += WAIT_S  # for the buffers of rank 0, before the forward pass
+
+    DistributedDataParallel._sync_buffers = exchange_slowly  # type: ignore[method-assign]
     config = Config(tracking=TrackingConfig(uri="", log_every_steps=LOG_EVERY))
     run = new_run(here.folder) if here.rank == 0 else RunDir(here.folder / "runs" / "exp" / "first")
     with open_context(here, run, config) as ctx:
-        found = {
-            "apart": train(ctx, 1, compute_s=SLOW_S * (here.rank == 1), data_s=SLOW_S * (here.rank == 2)),
-            # All ranks wait for the buffers of rank 0 before the forward pass.
-            "first": train(ctx, 21, data_s=SLOW_S * (here.rank == 0)),
-        }
+        ctx.timer._now = ctx.timer._mark = clock.now
+        compute_s = SLOW_S if here.rank == 1 else 0.0
+        data_s = SLOW_S if here.rank == 2 else 0.0
+        totals = train(ctx, clock, 1, compute_s=compute_s, data_s=data_s)
         close(ctx)
         journal = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl"
         beat = read_json(run.attempt(1).beat(here.rank))
     lines = journal.read_text().splitlines()[1:] if journal.exists() else []  # the first line has the format
-    return {**found, "journal": [json.loads(line) for line in lines], "beat": beat}
+    return {"totals": totals, "journal": [json.loads(line) for line in lines], "beat": beat}
 
 
 def test_slow_compute_and_data_are_attributed_to_the_slow_rank(tmp_path: Path) -> None:
     ranks = spawn_ranks(timed_totals, num_ranks=3)
     num_timed = NUM_STEPS - 2  # steps after an evaluation are not counted
+    slow_s = num_timed * SLOW_S
 
-    apart = [found["apart"] for found in ranks]
-    assert [totals.own_steps for totals in apart] == [num_timed] * 3
-    assert min(totals.step_s for totals in apart) >= num_timed * SLOW_S, "all ranks are as slow as the slowest"
-    assert apart[1].compute_s >= num_timed * SLOW_S > max(apart[0].compute_s, apart[2].compute_s)
-    assert apart[2].data_s >= num_timed * SLOW_S > max(apart[0].data_s, apart[1].data_s)
-
-    first = [found["first"] for found in ranks]
-    assert first[0].data_s >= num_timed * SLOW_S > max(first[1].data_s, first[2].data_s)
-    assert max(totals.compute_s for totals in first) < num_timed * SLOW_S, "waiting for buffers is not compute time"
+    totals = [found["totals"] for found in ranks]
+    assert [total.own_steps for total in totals] == [num_timed] * 3
+    assert [total.steps for total in totals] == [num_timed] * 3
+    assert [total.compute_s for total in totals] == [0.0, slow_s, 0.0], "waiting for buffers is not compute time"
+    assert [total.data_s for total in totals] == [0.0, 0.0, slow_s], "waiting for gradients is not data time"
+    assert [total.step_s for total in totals] == [2 * num_timed * WAIT_S + own for own in (0.0, slow_s, slow_s)]
 
     points = [line for line in ranks[0]["journal"] if "time/step_s" in line["m"]]
-    assert [line["s"] for line in points[:3]] == [4, 8, 12]
+    assert [line["s"] for line in points] == [4, 8, 12]
     assert all(set(line["m"]) == {"time/step_s", "time/data_s", "time/compute_s"} for line in points)
     assert all("time/step_s" not in line["m"] for found in ranks[1:] for line in found["journal"]), "one rank per node"
     timing = ranks[2]["beat"]["timing"]
-    assert timing["own_steps"] >= 2 * num_timed
-    assert timing["data_s"] >= num_timed * SLOW_S
+    assert timing["own_steps"] >= num_timed
+    assert timing["data_s"] >= slow_s
 
 
 def compiled_and_copied(here: Rank) -> dict[str, Any]:
@@ -582,13 +602,13 @@ def compiled_and_copied(here: Rank) -> dict[str, Any]:
                 ctx.should_stop(step + 1)
             return ctx.timer.totals.own_steps - before
 
-        module = SlowNetwork(0.0)
+        module = SlowNetwork()
         module.layers.compile(backend="eager")
-        wrapped = ctx.wrap(SlowNetwork(0.0), static_graph=True)
+        wrapped = ctx.wrap(SlowNetwork(), static_graph=True)
         found: dict[str, Any] = {
             "plain": own_steps(wrapped),
             "compiled inside": own_steps(ctx.wrap(module)),
-            "compiled outside": own_steps(torch.compile(ctx.wrap(SlowNetwork(0.0)), backend="eager")),  # type: ignore[arg-type]
+            "compiled outside": own_steps(torch.compile(ctx.wrap(SlowNetwork()), backend="eager")),  # type: ignore[arg-type]
         }
         copied = copy.deepcopy(wrapped)
         with torch.no_grad():
