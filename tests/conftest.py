@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import session_locks
 import torch
 from containers import Containers, missing_requirement
 from hpcdist_runs import create_database
@@ -178,6 +179,8 @@ class FaultTable:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultTable())
+    capture = config.pluginmanager.getplugin("capturemanager")
+    session_locks.uncaptured = capture.global_and_fixture_disabled
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Podman for the container tests: a separate store, in which images are built from a copy of the code."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from session_locks import lock_in_turn
 
 from hpcdist.run.folder import RunDir
 
@@ -128,7 +129,7 @@ class Containers:
     def locked(self, what: str) -> Iterator[None]:
         """Lock what is made once for all tests: those in other processes wait and use it, too."""
         with (STORE / f"{what}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_in_turn(file)
             yield
 
     def build(self, target: str) -> str:

@@ -1,6 +1,5 @@
 """The dev cluster of the tests: start it, run Slurm's commands on it, wait for jobs."""
 
-import fcntl
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 import pytest
 from hpcdist_runs import wait_for
+from session_locks import lock_in_turn
 
 from hpcdist.devcluster import cluster, cluster_processes, cluster_status, host, node_faults
 from hpcdist.devcluster.settings import STATE, Layout, Settings
@@ -139,7 +139,7 @@ def take_turn() -> IO[str]:
     Returns the locked file; the lock ends with this process.
     """
     file = TURN.open("a")
-    fcntl.flock(file, fcntl.LOCK_EX)
+    lock_in_turn(file)
     return file
 
 

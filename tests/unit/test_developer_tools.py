@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import session_locks
 import slurm_cluster
 from containers import CHECKOUT
 from hpcdist_runs import wait_for
+from session_locks import lock_in_turn
 
 from hpcdist.devcluster.settings import Layout, Settings
 
@@ -146,6 +149,21 @@ def test_one_test_session_uses_the_dev_cluster_at_a_time(tmp_path: Path, monkeyp
     )  # this session may have taken it
     with slurm_cluster.take_turn(), (tmp_path / "lock").open("w") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_session_that_waits_for_another_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lock"
+    with path.open("w") as other, path.open("w") as own:
+        lock_in_turn(other)
+        assert capsys.readouterr().err == ""
+        # The other session ends once this one has said that it waits.
+        unlock = ExitStack()
+        unlock.callback(fcntl.flock, other, fcntl.LOCK_UN)
+        monkeypatch.setattr(session_locks, "uncaptured", lambda: unlock)
+        lock_in_turn(own)
+    assert capsys.readouterr().err == f"\nwaiting for another test session, which has locked {path}\n"
 
 
 def test_cluster_of_a_killed_session_is_not_that_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
