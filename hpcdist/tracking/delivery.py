@@ -14,11 +14,12 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.json_files import read_json
 from hpcdist.review.ledger import Ledger, allocations_of, read_ledger
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
+from hpcdist.run.mlflow_names import clean_name
 from hpcdist.run.reached_steps import reached_step
 from hpcdist.tracking import artifacts, run_tags
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.batches import Batches
-from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, event_files, read_events, state_key
+from hpcdist.tracking.journal import Event, SentFacts, SentFiles, event_files, read_events, state_key
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.parent_run import ParentRun

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.host.retry import retry
+from hpcdist.run.mlflow_names import ATTEMPT_METRIC, clean_metric_name
 from hpcdist.tracking import journal
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.node_charts import NodeCharts
@@ -114,7 +115,7 @@ class JournalTail:
         """Append the points of a record that MLflow does not have to `points`."""
         time_ms, step, metrics = record
         for raw, value in metrics.items():
-            key = journal.clean_metric_name(raw)
+            key = clean_metric_name(raw)
             if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
                 points.append(Point(key, value, time_ms, step))
                 seen = self._seen.get(attempt)
@@ -124,7 +125,7 @@ class JournalTail:
         has_steps = any(not key.startswith("system/") for key in metrics)
         mark = self._sent.mark(attempt, step) if has_steps else None
         if mark is not None:
-            points.append(Point(journal.ATTEMPT_METRIC, attempt, time_ms, mark))
+            points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
         """Return whether a step was sent: the journal is read again once, when a step first does not increase."""
@@ -152,6 +153,6 @@ class JournalTail:
                     chunk = journal.read_range(file.path, offset, end)
                 for record in chunk.records:
                     for raw in record.metrics:
-                        seen[journal.clean_metric_name(raw)].add(record.step)
+                        seen[clean_metric_name(raw)].add(record.step)
                 offset = chunk.offset
         return seen

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpcdist.run.mlflow_names import clean_metric_name
 from hpcdist.tracking import journal
 from hpcdist.tracking.system_charts import charted
 
@@ -99,7 +100,7 @@ class NodeCharts:
         kinds = ("min", low), ("mean", total / count), ("max", high)
         metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
         # A long step may be the newest one in two intervals.
-        first = journal.clean_metric_name(next(iter(metrics)))
+        first = clean_metric_name(next(iter(metrics)))
         steps_sent = self._sent_steps.get(first, {}).get(attempt)
         if steps_sent is not None:
             step = max(step, steps_sent[1] + 1)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.tracking import journal
+from hpcdist.run.mlflow_names import ATTEMPT_METRIC
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.node_charts import without_node
@@ -32,7 +32,7 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
     """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
     values: dict[str, dict[int, float]] = {}
     for point in _points(run):
-        if is_read(point.key) and point.key != journal.ATTEMPT_METRIC:
+        if is_read(point.key) and point.key != ATTEMPT_METRIC:
             values.setdefault(point.key, {})[point.step] = point.value
     return values
 

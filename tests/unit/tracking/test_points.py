@@ -16,10 +16,11 @@ from hpcdist.errors import TrackingError
 from hpcdist.rank.system_metrics import _usage
 from hpcdist.review.charts import metric_charts
 from hpcdist.run.folder import RunDir
+from hpcdist.run.mlflow_names import clean_metric_name
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal_tail, point_budget
 from hpcdist.tracking.batches import Batches
-from hpcdist.tracking.journal import clean_metric_name, read_range
+from hpcdist.tracking.journal import read_range
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.point_budget import PointBudget
