@@ -15,6 +15,7 @@ from hpcdist.review.ranking import Placed, Ranking, Result, Row, measure_in, ran
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.folder import ENDED, RunDir
+from hpcdist.tracking.series import read_last_values
 
 _COLUMNS = ("place", "run or setting", "value", "against the best", "at step", "state", "cost")
 #: Columns of a terminal from which on the table has lines.
@@ -39,7 +40,7 @@ def rank_runs(runs: Iterable[RunDir], experiment: str | None = None) -> tuple[li
             if state.status not in ENDED:
                 num_live += 1
                 continue
-            result = read_result(run, state)
+            result = read_result(run, state, read_last_values)
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
             continue

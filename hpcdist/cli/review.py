@@ -86,11 +86,11 @@ def report(run: options.OptionalRunName = None) -> None:
     """
     from hpcdist.review.report import write_report
     from hpcdist.run.lookup import resolve
-    from hpcdist.tracking.series import read_series
+    from hpcdist.tracking.series import read_last_values, read_series
 
     folder = resolve(named(run), options.runs_dir())
     if is_mine(folder.path):
-        write_report(folder, read_series)
+        write_report(folder, read_series, read_last_values)
     elif not folder.report.is_file():
         raise UserMistake(f"{folder.report} does not exist, and only the owner of the {folder.kind} can write it")
     say(short_path(folder.report))
@@ -249,8 +249,9 @@ def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
     """Print the comparison of the settings of a sweep over seeds with the best one, which is the first."""
     from hpcdist.review.comparison import compare_settings
     from hpcdist.review.sweep_facts import read_sweep_facts
+    from hpcdist.tracking.series import read_last_values
 
-    facts = read_sweep_facts(sweep, sweep.read_state())
+    facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
     settings = compare_settings(facts)
     best = settings[0].run if settings and facts.monitor_mode else None
     if as_json:

@@ -37,7 +37,7 @@ from hpcdist.host.ownership import is_mine, stays_inside
 from hpcdist.review.explain import explain_failure, first_failed_rank
 from hpcdist.review.facts import best_checkpoint, end_of_traceback, last_beat, read_attempts, read_checkpoints, readable
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
-from hpcdist.review.metric_series import median_speeds
+from hpcdist.review.metric_series import is_of_hpcdist, median_speeds
 from hpcdist.run import status as run_status
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.checkpoint_files import script_files
@@ -265,13 +265,13 @@ def format_metrics(beat: Mapping[str, Any], *, with_speed: bool = True) -> str:
 
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
     """Print the final metrics, the next commands and, on the last line, the status with its reason."""
-    metrics = last_beat(run).get("metrics", {})
+    metrics = _final_metrics(run)
     trainer = find_trainer(config.trainer.target)
     # The last metrics of a benchmark are those of the largest message only.
     is_benchmark = trainer is not None and trainer.is_benchmark
     if metrics and not is_benchmark:
         _print_line(console, f"{run.experiment}/{run.name}")  # the title of a table would be wrapped at its width
-        rows = [(key, f"{value:.6g}") for key, value in sorted(_with_median_speeds(run, metrics).items())]
+        rows = [(key, f"{value:.6g}") for key, value in sorted(metrics.items())]
         print_table(console, ("metric", "value"), rows)
     if state.attempt:
         for text in run.attempt(state.attempt).current_stragglers():
@@ -321,17 +321,20 @@ def _program() -> str:
     return f"{sys.executable} -m hpcdist"
 
 
-def _with_median_speeds(run: RunDir, metrics: Mapping[str, float]) -> dict[str, float]:
+def _final_metrics(run: RunDir) -> dict[str, float]:
     """Return the last values of metrics, and of throughputs the median of the run, as all pages show it."""
     from hpcdist.tracking.series import read_series
 
-    speeds = readable(lambda: median_speeds(read_series(run))) or {}
+    series = readable(lambda: read_series(run)) or {}
+    speeds = median_speeds(series)
     values = {}
-    for key, value in metrics.items():
+    for key, points in series.items():
+        if is_of_hpcdist(key) or points.last is None:
+            continue
         if key in speeds:
             values[f"{key}, median"] = speeds[key]
         else:
-            values[key] = value
+            values[key] = points.last
     return values
 
 

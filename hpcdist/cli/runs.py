@@ -95,8 +95,9 @@ def _read_sweep_status(sweep: "SweepDir") -> dict[str, object]:
     """Return the settings of a sweep over seeds, and the statuses of the cells that have a folder."""
     from hpcdist.cli.run_views import read_status
     from hpcdist.review.sweep_facts import read_sweep_facts
+    from hpcdist.tracking.series import read_last_values
 
-    facts = read_sweep_facts(sweep, sweep.read_state())
+    facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
     cells = []
     for cell, run in zip(facts.cells, sweep.cells(), strict=True):
         if os.path.lexists(run.config):

@@ -66,8 +66,9 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     """
     from hpcdist.review.facts import last_beat
     from hpcdist.review.sweep_facts import read_sweep_facts
+    from hpcdist.tracking.series import read_last_values
 
-    facts = read_sweep_facts(sweep, sweep.read_state())
+    facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
     value_title = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
     statuses: list[str] = []
     rows = []

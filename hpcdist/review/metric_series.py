@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
+
+from hpcdist.run.mlflow_names import clean_metric_name
 
 #: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
 MAX_POINTS = 4096
@@ -16,8 +19,15 @@ NUM_BINS = 512
 NUM_SAMPLED = 2048
 
 
+class LastValue(NamedTuple):
+    """The value of a metric at its last step, which may be NaN or infinite."""
+
+    step: int
+    value: float
+
+
 class Series:
-    """Points of one metric, added in any order, in at most 80 KiB; values that are not finite are counted only."""
+    """Points of one metric, added in any order, in at most 80 KiB; of values that are not finite only the last one."""
 
     def __init__(self) -> None:
         self.num_points = 0  #: added, including those that are not kept
@@ -25,13 +35,16 @@ class Series:
         self.first_not_finite: int | None = None  #: its step
         self._steps = array("q")
         self._values = array("d")
-        self._ends: list[tuple[int, float]] = []  #: the first and the last point
+        self._ends: list[tuple[int, float]] = []  #: the first and the last finite point
+        self._last: LastValue | None = None
         self._sample = array("d")  #: each `_spacing`-th value
         self._spacing = 1
 
     def add(self, step: int, value: float) -> None:
         """Add a point."""
         self.num_points += 1
+        if self._last is None or step >= self._last.step:
+            self._last = LastValue(step, value)
         if not math.isfinite(value):
             self._count_not_finite(step)
             return
@@ -66,8 +79,8 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The value at the last step; None without points."""
-        return self._ends[1][1] if self._ends else None
+        """The value at the last step, which may be NaN or infinite; None without points."""
+        return None if self._last is None else self._last.value
 
     @property
     def lowest(self) -> float | None:
@@ -112,6 +125,10 @@ def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, f
 MAX_SERIES = 600
 #: Marks the begin of each attempt.
 ATTEMPT = "attempt"
+#: Number of ranks of an elastic run.
+WORLD_SIZE = "world_size"
+#: Times of the parts of a step.
+_TIME_PREFIX = "time/"
 #: System metrics of a node, whose steps are seconds.
 SYSTEM_PREFIX = "system/"
 #: Parts of names that tell apart the same metric on different data.
@@ -123,13 +140,18 @@ def is_read(key: str) -> bool:
     """Return whether a metric is of the training: all but system metrics and the times of each node."""
     if key.startswith(SYSTEM_PREFIX):
         return False
-    is_of_node = key.startswith("time/") and "/" in key.removeprefix("time/")
+    is_of_node = key.startswith(_TIME_PREFIX) and "/" in key.removeprefix(_TIME_PREFIX)
     return not is_of_node
 
 
 def is_hidden(key: str) -> bool:
     """Return whether a report has no chart of a metric: system metrics, and the marks of attempts, which are lines."""
     return key == ATTEMPT or key.startswith(SYSTEM_PREFIX)
+
+
+def is_of_hpcdist(key: str) -> bool:
+    """Return whether hpcdist itself logs a metric of the journal beside those of the code."""
+    return is_hidden(key) or key == WORLD_SIZE or key.startswith(_TIME_PREFIX)
 
 
 def group_of(key: str) -> str:
@@ -147,7 +169,7 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
 
     def rank(name: str) -> tuple[int, str]:
         last = name.lower().rpartition("/")[2]
-        is_time = name.startswith(("time/", _STEP_TIMES))
+        is_time = name.startswith((_TIME_PREFIX, _STEP_TIMES))
         kinds = [last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time, True]
         return kinds.index(True), name
 
@@ -158,18 +180,19 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
 _LOSS = re.compile(r"(?<![a-z])loss(?![a-z]|_scale)", re.IGNORECASE)
 
 
-def common_metric(logged: Sequence[Mapping[str, float]], monitor: str, mode: str) -> tuple[str, str]:
+def common_metric(logged: Sequence[Iterable[str]], monitor: str, mode: str) -> tuple[str, str]:
     """Return the metric by which to compare runs that have logged values, and whether `max` or `min` is best.
 
     That is the monitored metric, or else one that most runs have logged, a loss if there is one. Both are empty if
     there is none. The second is empty, too, for another metric than a loss: only its name is known.
 
     Args:
-        logged: values by metric, of each run.
+        logged: the metrics of each run by their names in MLflow.
     """
-    counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
-    if monitor in counts:
-        return monitor, mode
+    counts = Counter(key for metrics in logged for key in metrics if not is_of_hpcdist(key))
+    name = clean_metric_name(monitor)
+    if name in counts:
+        return name, mode
     most = [key for key, count in counts.items() if count == max(counts.values())]
     losses = ranked(filter(_LOSS.search, most), monitor)
     if losses:

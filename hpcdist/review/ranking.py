@@ -2,21 +2,24 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 
 from hpcdist.host.json_files import read_json
 from hpcdist.review.description import dataset_text
-from hpcdist.review.facts import RunFacts, last_beat, read_facts, readable
+from hpcdist.review.facts import RunFacts, read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.metric_series import common_metric
+from hpcdist.review.metric_series import LastValue, common_metric
 from hpcdist.review.uncertainty import LARGEST_VALUE, evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import Measured, Verdict, judge
 from hpcdist.run.config_origin import is_generated
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.sweeps import named_setting, sweep_of
+
+#: Returns the last values of a run by metric: `read_last_values` of `hpcdist.tracking.series`.
+ReadLastValues = Callable[[RunDir], Mapping[str, LastValue]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class Result:
         return price_of(self.price_per_hour, self.allocated_s)
 
 
-def read_result(run: RunDir, state: State) -> Result:
+def read_result(run: RunDir, state: State, read_last: ReadLastValues) -> Result:
     """Return the result of an ended run from its folder. Raises RunFolderError if the folder is damaged."""
     facts = read_facts(run, state)
     ledger = read_ledger(run)
@@ -84,7 +87,7 @@ def read_result(run: RunDir, state: State) -> Result:
         setting=setting,
     )
     if facts.best is None:
-        return _with_last_value(without_value, run, facts)
+        return _with_last_value(without_value, run, facts, read_last)
     return replace(
         without_value,
         metric=facts.monitor,
@@ -99,20 +102,22 @@ def _data_of(metric: str, facts: RunFacts) -> str:
     return "" if data is None else dataset_text(data)
 
 
-def _with_last_value(result: Result, run: RunDir, facts: RunFacts) -> Result:
+def _with_last_value(result: Result, run: RunDir, facts: RunFacts, read_last: ReadLastValues) -> Result:
     """Return the result of a run without evaluated checkpoints, as of most scripts: the last value that it has logged.
 
     Only of a finished run, since another one may have ended anywhere, and of a metric whose best direction is known.
-    Heartbeats have no metrics that are read from a script's output, TensorBoard or csv files.
     """
-    beat = last_beat(run)
-    metrics = beat.get("metrics", {})
-    metric, mode = common_metric([metrics], facts.monitor, facts.monitor_mode)
-    if facts.state.status != "finished" or not mode or not abs(metrics[metric]) <= LARGEST_VALUE:
+    if facts.state.status != "finished":
         return result
-    step = beat.get("metric_steps", {}).get(metric, 0)
+    last_values = read_last(run)
+    metric, mode = common_metric([last_values], facts.monitor, facts.monitor_mode)
+    if not mode:
+        return result
+    last = last_values[metric]
+    if not abs(last.value) <= LARGEST_VALUE:  # NaN included
+        return result
     data = _data_of(metric, facts)
-    return replace(result, metric=metric, mode=mode, value=metrics[metric], is_last=True, data=data, step=step)
+    return replace(result, metric=metric, mode=mode, value=last.value, is_last=True, data=data, step=last.step)
 
 
 @dataclass(frozen=True, kw_only=True)

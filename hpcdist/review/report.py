@@ -20,6 +20,7 @@ from hpcdist.review.facts import flat_texts, read_environment, read_facts, reada
 from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, together
 from hpcdist.review.markdown import text_of
 from hpcdist.review.metric_series import ATTEMPT, Series
+from hpcdist.review.ranking import ReadLastValues
 from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import RUN_LEGEND, ends
@@ -72,10 +73,10 @@ def marked_code(text: str) -> Markup:
     return Markup("").join(marked)
 
 
-def write_report(run: RunDir, read: ReadSeries) -> bool:
+def write_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> bool:
     """Write `report.html` of a run or sweep. Returns whether its content has changed. Raises OSError."""
     if isinstance(run, SweepDir):
-        facts = read_sweep_facts(run, run.read_state())
+        facts = read_sweep_facts(run, run.read_state(), read_last)
         spent = ledgers_of(run.cells())
         text = render_sweep(run, facts, spent, charts_of(run, facts, spent, read))
     else:

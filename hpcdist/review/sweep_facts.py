@@ -4,17 +4,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.host.json_files import read_json
 from hpcdist.review.description import fitted, setup_rows, setup_table, state_at, status_line
-from hpcdist.review.facts import best_checkpoint, last_beat, read_checkpoints, read_facts, readable
+from hpcdist.review.facts import best_checkpoint, read_checkpoints, read_facts, readable
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
-from hpcdist.review.metric_series import common_metric
-from hpcdist.review.ranking import Measure, Ranking, Result, Row, make_rows, measure_in
+from hpcdist.review.metric_series import LastValue, common_metric
+from hpcdist.review.ranking import Measure, Ranking, ReadLastValues, Result, Row, make_rows, measure_in
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.review.verdict import Measured, Verdict
 from hpcdist.run.folder import RunDir, State
@@ -47,7 +47,7 @@ class SweepFacts:
     monitor: str  #: the metric of the cells; empty if they have logged none
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
-    is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
+    is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that were logged
     folder: Path | None = None  #: of the experiment, with the folders of the cells
 
     @cached_property
@@ -172,7 +172,7 @@ def _is_usable(value: float | None) -> TypeGuard[float]:
     return value is not None and abs(value) <= LARGEST_VALUE  # not NaN
 
 
-def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
+def read_sweep_facts(sweep: SweepDir, state: State, read_last: ReadLastValues) -> SweepFacts:
     """Return the facts of a sweep. Raises RunFolderError if `sweep.json` cannot be read."""
     content = sweep.read()
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
@@ -182,9 +182,9 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     mode = str(monitor.monitor_mode)
     is_best = any(cell.metric is not None for cell in cells)
     if not is_best:  # no evaluated checkpoints, as in runs of scripts
-        beats = [last_beat(run) for run in runs]
-        metric, mode = common_metric([beat.get("metrics", {}) for beat in beats], metric, mode)
-        cells = [_with_last_value(cell, beat, metric) for cell, beat in zip(cells, beats, strict=True)]
+        logged = [readable(partial(read_last, run)) or {} for run in runs]
+        metric, mode = common_metric(logged, metric, mode)
+        cells = [_with_last_value(cell, values, metric) for cell, values in zip(cells, logged, strict=True)]
     return SweepFacts(
         state=state,
         keys=tuple(content["keys"]),
@@ -227,11 +227,12 @@ def _read_cell(run: RunDir, cell: Mapping[str, Any], monitor: CheckpointConfig) 
     )
 
 
-def _with_last_value(cell: CellFacts, beat: Mapping[str, Any], metric: str) -> CellFacts:
-    """Return a cell with the last value of a metric that rank 0 has sent with its heartbeat."""
-    value = beat.get("metrics", {}).get(metric)
-    step = beat.get("metric_steps", {}).get(metric)
-    return replace(cell, metric=value, step=step)
+def _with_last_value(cell: CellFacts, logged: Mapping[str, LastValue], metric: str) -> CellFacts:
+    """Return a cell with the last value of a metric, if it has logged that one."""
+    last = logged.get(metric)
+    if last is None:
+        return cell
+    return replace(cell, metric=last.value, step=last.step)
 
 
 #: Rows of `setup_rows` that a sweep shows of its first cell.

@@ -26,7 +26,7 @@ from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.rank_records import SCRIPT_PREFIX
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage
 from hpcdist.tracking.run_tags import MLFLOW_STATUS, fixed_tags, read_config, state_tags
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.series import read_last_values, read_series
 
 if TYPE_CHECKING:
     from hpcdist.tracking.command_tag import CommandTag
@@ -577,7 +577,7 @@ class ReportWriter:
         try:
             from hpcdist.review.report import write_report  # other commands that import this module draw nothing
 
-            write_report(self._run, read_series)
+            write_report(self._run, read_series, read_last_values)
         except Exception:  # a report must not stop the upload of the metrics
             log.warning("the report of %s cannot be written", self._run.name, exc_info=True)
             return False

@@ -24,6 +24,7 @@ from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
 from hpcdist.tracking.parent_run import PARENT_TAG
 from hpcdist.tracking.run_page import NOTE_TAG, as_tracking_error, below_text_of_user
+from hpcdist.tracking.series import read_last_values
 
 log = logging.getLogger(__name__)
 RESULT_TAG = "hpcdist.result"
@@ -38,7 +39,8 @@ _NOT_IN_TAG = ("name", "run_id", "folder", "parent", "setting")
 _RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
 _NO_RESULT = (
     "A result is the best value of `checkpoint.monitor` at a checkpoint, or the last value of it, or else of a loss,"
-    " that a finished run has logged by `ctx.log`, `hpcdist.log` or MLflow."
+    " that a finished run has logged: by `ctx.log`, `hpcdist.log` or MLflow, or in event files of TensorBoard, csv logs"
+    " or lines that match `tracking.stdout_metrics`."
     " `hpcdist compare A B` compares the metrics of two runs."
 )
 #: Each repetition means that another run has ended in the same fraction of a second.
@@ -63,7 +65,7 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     Raises TrackingError.
     """
     with as_tracking_error():
-        result = read_result(run, state)
+        result = read_result(run, state, read_last_values)
     left_out = set(_NOT_IN_TAG)
     if not result.metric:
         left_out.add("value")

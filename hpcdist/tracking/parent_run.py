@@ -17,7 +17,7 @@ from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, translated
 from hpcdist.tracking.run_page import MAX_DESCRIPTION, as_tracking_error, best_metric, set_note
 from hpcdist.tracking.run_tags import MAX_RUN_NAME, MLFLOW_STATUS, fixed_tags, read_config
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.series import read_last_values, read_series
 
 PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that apply to the whole sweep.
@@ -79,7 +79,7 @@ class ParentRun:
             state = self._sweep.read_state()
         while True:
             with as_tracking_error():
-                facts = read_sweep_facts(self._sweep, state)
+                facts = read_sweep_facts(self._sweep, state, read_last_values)
                 setup = sweep_setup(facts, self._sweep)
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason}
                 spent = ledgers_of(self._sweep.cells())

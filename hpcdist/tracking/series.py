@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, Series, is_read
+from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, LastValue, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.run.mlflow_names import ATTEMPT_METRIC
 from hpcdist.tracking.journal_tail import JournalTail
@@ -26,6 +26,22 @@ def read_series(run: RunDir) -> dict[str, Series]:
         if key in series or (len(series) < MAX_SERIES and is_shown):
             series.setdefault(key, Series()).add(point.step, point.value)
     return series
+
+
+def read_last_values(run: RunDir) -> dict[str, LastValue]:
+    """Return the last value of each metric, whoever logged it: the code of a rank, or the reader of a script's files.
+
+    The values are those of `read_series`: at the largest step, which of a script is that of the newest attempt. System
+    metrics are left out.
+    """
+    last_values: dict[str, LastValue] = {}
+    for point in _points(run):
+        if not is_read(point.key):
+            continue
+        known = last_values.get(point.key)
+        if known is None or point.step > known.step:
+            last_values[point.key] = LastValue(point.step, point.value)
+    return last_values
 
 
 def read_values(run: RunDir) -> dict[str, dict[int, float]]:

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hpcdist.host.json_files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
+from hpcdist.tracking.journal import JournalWriter
 
 
 @pytest.fixture
@@ -33,6 +35,12 @@ def make(make_bare: Make) -> Make:
         return run
 
     return make
+
+
+def log(run: RunDir, metrics: Mapping[str, float]) -> None:
+    """Log metrics as `hpcdist.log` does."""
+    with JournalWriter(run.journal) as journal:
+        journal.log(metrics, 7)
 
 
 def test_best_results_come_first_for_each_metric(make: Make, runs_dir: Path) -> None:
@@ -62,18 +70,18 @@ def test_seeds_of_a_setting_count_with_their_mean(make: Make, runs_dir: Path) ->
 
 def test_finished_script_counts_with_its_last_value(make: Make, runs_dir: Path) -> None:
     """Of a run that ended early, or a metric of which the best direction is unknown, there is no result."""
-    logged = (
+    logged: tuple[tuple[str, str, dict[str, float]], ...] = (
         ("low", "finished", {"loss": 0.5, "grad": 2.0}),
         ("lower", "finished", {"loss": 0.25}),
         ("monitored", "finished", {"loss": 0.1, "eval/max": 0.75}),
+        ("no loss", "finished", {"time/data_s": 1.0, "world_size": 2.0}),
         ("failed", "failed", {"loss": 0.1}),
         ("board", "finished", {"Accuracy/test": 0.5, "Loss/train": 2.0}),
         ("unknown", "finished", {"reward": 3.0, "loss_scale": 65536.0}),
         ("diverged", "finished", {"loss": math.nan}),
     )
     for name, status, metrics in logged:
-        beat = {"time": 1.0, "step": 7, "metrics": metrics, "metric_steps": dict.fromkeys(metrics, 7)}
-        write_json(make(name, None, status).attempt(1).beat(0), beat)
+        log(make(name, None, status), metrics)
     make("evaluated", 0.5)
     ranked, notes = rank_runs(find_runs(runs_dir))
     rows = {row["name"]: row for row in as_data(ranked)}
@@ -85,16 +93,16 @@ def test_finished_script_counts_with_its_last_value(make: Make, runs_dir: Path) 
         "exp/evaluated": ("eval/max · highest is best", "0.5"),
     }
     assert rows["exp/lower"]["runs"][0]["step"] == 7
-    assert notes == ["3 ended runs without a result"]
+    assert notes == ["4 ended runs without a result"]
 
 
 def test_last_values_on_different_data_are_not_compared(make: Make, runs_dir: Path) -> None:
     for name in ("mnist", "digits"):
         for metric in ("train/loss", "eval/max"):
-            attempt = make(f"{name}-{metric[:4]}", None).attempt(1)
-            write_json(attempt.beat(0), {"time": 1.0, "step": 7, "metrics": {metric: 0.5}})
+            run = make(f"{name}-{metric[:4]}", None)
+            log(run, {metric: 0.5})
             data = (DatasetRecord(name=name), DatasetRecord(name=name, split="test"))
-            write_training(attempt, TrainingRecord(datasets=data))
+            write_training(run.attempt(1), TrainingRecord(datasets=data))
     kinds = {row["name"]: (row["kind"], row["place"]) for row in as_data(rank_runs(find_runs(runs_dir))[0])}
     assert kinds == {
         "exp/mnist-trai": ("train/loss · last value · mnist (train) · lowest is best", 1),
@@ -102,6 +110,14 @@ def test_last_values_on_different_data_are_not_compared(make: Make, runs_dir: Pa
         "exp/mnist-eval": ("eval/max · last value · mnist (test) · highest is best", 1),
         "exp/digits-eval": ("eval/max · last value · digits (test) · highest is best", 1),
     }
+
+
+def test_monitored_metric_may_have_a_name_that_mlflow_rejects(make: Make, runs_dir: Path) -> None:
+    run = make("first", None)
+    run.config.write_text("checkpoint: {monitor: acc@1, monitor_mode: max}\n")
+    log(run, {"acc@1": 0.75, "loss": 0.5})
+    (row,) = as_data(rank_runs(find_runs(runs_dir))[0])
+    assert (row["metric"][:7], row["value"], row["mode"]) == ("acc_1--", 0.75, "max")
 
 
 @pytest.mark.parametrize("width", [60, 140])

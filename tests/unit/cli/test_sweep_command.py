@@ -14,11 +14,12 @@ from command_line import Cli, Ends, one_line
 
 from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
-from hpcdist.host.json_files import write_json
 from hpcdist.review.sweep_facts import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.run_parameters import parameters
 from hpcdist.run.sweeps import SweepDir
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.series import read_last_values
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -74,8 +75,10 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     Path("train.yaml").write_text("{trainer: {script: [train.py, --lr, '${params.lr}']}, params: {lr: 0.5}}")
 
     def logs(run: RunDir) -> State:
-        beat = {"time": 1.0, "host": "n1", "step": 7, "total_steps": None, "metric_steps": {"loss": 7, "grad": 7}}
-        run.attempt(1).beat(0).write_text(json.dumps(beat | {"metrics": {"loss": 0.25, "grad": 2.0}}))
+        beat = {"time": 1.0, "host": "n1", "step": 7, "total_steps": None, "metrics": {}}
+        run.attempt(1).beat(0).write_text(json.dumps(beat))
+        with JournalWriter(run.journal) as journal:
+            journal.log({"loss": 0.25, "grad": 2.0}, 7)
         return State(status="finished", reason="done")
 
     cells["lr_0.1"] = logs
@@ -89,7 +92,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     assert parameters(run, read_stored(run.config))["lr"] == "0.1"
 
     sweep = SweepDir(Path("runs/hpcdist", name))
-    facts = read_sweep_facts(sweep, sweep.read_state())
+    facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
     assert "Best cell: lr\\=0\\.1 with **loss = 0.25** (lowest is best)" in describe_sweep(facts, max_chars=8000)
 
     # A later command adds a value; its cells have other arguments, but it is the same sweep.
@@ -103,7 +106,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     assert re.search(r"setting +. +last loss +. against the best +. cells", result.out), result.out
 
     shutil.rmtree(run.path)
-    assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
+    assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state(), read_last_values).cells} >= {"missing"}
 
 
 def test_repeat_sets_seeds_and_settings_are_compared_by_means(hpcdist: Cli, cells: Ends) -> None:
@@ -138,10 +141,9 @@ def test_repeat_sets_seeds_and_settings_are_compared_by_means(hpcdist: Cli, cell
         assert message == f"--repeat 3 and {word} both set the seed: remove one of them", message
     for run in SweepDir(Path("runs/digits/tune")).cells():
         shutil.rmtree(run.checkpoints)
-        beat = {"time": 1.0, "step": 7, "total_steps": 9, "metrics": {"own/score": 1.0}}
-        attempt = run.new_attempt()
         if "lr_0.1" not in run.name:
-            write_json(attempt.beat(0), beat)
+            with JournalWriter(run.journal) as journal:
+                journal.log({"own/score": 1.0}, 7)
     document = json.loads(hpcdist("status", "tune", "--json").out)
     assert [(one["label"], one["values"], one["num_cells"]) for one in document["settings"]] == [
         ("lr=0.2", [1.0, 1.0, 1.0], 3),

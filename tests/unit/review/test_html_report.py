@@ -22,7 +22,7 @@ from hpcdist.review.sweep_facts import read_sweep_facts
 from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.figures import Curves, Histogram, Matrix, Text
 from hpcdist.run.sweeps import SweepDir
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.series import read_last_values, read_series
 
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -238,11 +238,11 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
             write_json(checkpoint / "manifest.json", {"step": 2, "metrics": {"eval/accuracy": value}})
         values = {"optim.lr": lr, "data.batch_size": size, "seed": seed}
         cells.append({"name": scene.run.name, "label": f"<b>lr={lr} batch_size={size} seed={seed}", "values": values})
-    write_report(scene.run, read_series)
+    write_report(scene.run, read_series, read_last_values)
     sweep = SweepDir.create(scene.run.path.parent / "tune")
     keys = ["optim.lr", "data.batch_size", "seed"]
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells})
-    assert write_report(sweep, read_series)
+    assert write_report(sweep, read_series, read_last_values)
     page = sweep.report.read_text()
     text = re.sub(r"(<[^>]*>|\s)+", " ", page)
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
@@ -260,7 +260,7 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     keys.remove("seed")
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells[1:]})
     spent = ledgers_of(sweep.cells())
-    without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state()), spent, [])
+    without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state(), read_last_values), spent, [])
     assert "<h2>Settings</h2>" not in without_seeds
     assert without_seeds.count("★ ") == 1
     assert "Each verdict is about one difference" in without_seeds
@@ -297,13 +297,16 @@ def test_commands_in_reasons_are_code(full: ReportScene) -> None:
 
 
 def test_report_is_rewritten_only_if_it_changes(full: ReportScene) -> None:
-    assert [write_report(full.run, read_series), write_report(full.run, read_series)] == [True, False]
+    assert [
+        write_report(full.run, read_series, read_last_values),
+        write_report(full.run, read_series, read_last_values),
+    ] == [True, False]
     full.state(reason="another one")
-    assert write_report(full.run, read_series)
+    assert write_report(full.run, read_series, read_last_values)
     assert "another one" in full.run.report.read_text()
     full.run.report.unlink()
     os.mkfifo(full.run.report)
-    assert write_report(full.run, read_series), "a pipe is replaced; reading it would never end"
+    assert write_report(full.run, read_series, read_last_values), "a pipe is replaced; reading it would never end"
 
 
 def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:

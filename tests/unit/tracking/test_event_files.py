@@ -1,11 +1,10 @@
 """Scalars in TensorBoard's event files."""
 
 import math
-import struct
 from pathlib import Path
 
 import pytest
-from event_records import EVENT_FILE
+from event_records import EVENT_FILE, part, record_of
 
 from hpcdist.tracking import event_files
 from hpcdist.tracking.event_files import read_scalars
@@ -52,18 +51,6 @@ def test_damaged_event_file_is_refused(file: Path, place: int, message: str) -> 
 def test_records_of_images_are_skipped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_files, "MAX_RECORD_BYTES", 50)
     assert [one.tag for one in read_scalars(file, 0)[0]] == ["train/loss", "train/loss", "new"]
-
-
-def record_of(event: bytes) -> bytes:
-    """Return an event as a TFRecord."""
-    length = struct.pack("<Q", len(event))
-    checksums = [struct.pack("<I", event_files._masked_crc(data)) for data in (length, event)]
-    return length + checksums[0] + event + checksums[1]
-
-
-def part(number: int, content: bytes) -> bytes:
-    """Return a field of a protobuf message with less than 128 bytes."""
-    return bytes([number << 3 | 2, len(content)]) + content
 
 
 def event_with(value: bytes) -> bytes:

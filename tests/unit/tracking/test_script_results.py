@@ -1,0 +1,123 @@
+"""The result of a script that does not log itself: its last value is read from its output, its csv or event files."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from event_records import scalar_record
+from tracking_scene import Scene
+
+from hpcdist.cli.ranked_runs import as_data, rank_runs
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.host.json_files import write_json
+from hpcdist.review.report import charts_of
+from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.lookup import find_runs
+from hpcdist.run.sweeps import SweepDir
+from hpcdist.tracking.experiment_table import RESULT_TAG
+from hpcdist.tracking.run_page import NOTE_TAG
+from hpcdist.tracking.script_metrics import ScriptMetrics
+from hpcdist.tracking.series import read_last_values, read_series
+
+PATTERNS = {"val/loss": r"step (?P<step>\d+): .*val loss ([0-9.]+)"}
+CONFIG = {"trainer": {"script": ["train.py"]}, "tracking": {"stdout_metrics": PATTERNS}}
+
+
+def print_lines(folder: Path, losses: Mapping[int, float]) -> str:
+    """Return what a script like nanoGPT's prints."""
+    return "".join(f"step {step}: train loss 9.0000, val loss {loss:.4f}\n" for step, loss in losses.items())
+
+
+def write_csv(folder: Path, losses: Mapping[int, float]) -> str:
+    """Write the log of a script like timm's."""
+    rows = [f"{step},{2 * loss},{loss}\n" for step, loss in losses.items()]
+    (folder / "summary.csv").write_text("epoch,train_loss,eval_loss\n" + "".join(rows))
+    return "epoch\n" * len(rows)
+
+
+def write_events(folder: Path, losses: Mapping[int, float]) -> str:
+    """Write what TensorBoard's writer does."""
+    records = [scalar_record("Loss/eval", step, loss) for step, loss in losses.items()]
+    (folder / "events.out.tfevents.1.n1").write_bytes(b"".join(records))
+    return ""
+
+
+#: Writes losses by step into a folder, and returns what is printed besides.
+Write = Callable[[Path, Mapping[int, float]], str]
+#: Metric by which the runs of a script are compared.
+CHANNELS: dict[Write, str] = {print_lines: "val/loss", write_csv: "eval_loss", write_events: "Loss/eval"}
+
+
+def train(run: RunDir, write: Write, *attempts: Mapping[int, float], status: Any = "finished") -> None:
+    """Do what the ranks of a script and the reader of its metrics do in some attempts, each with losses by step."""
+    monitor = {"checkpoint": {"monitor": CHANNELS[write], "monitor_mode": "min"}}
+    run.config.write_text(yaml.safe_dump(CONFIG | monitor))
+    reader = ScriptMetrics(run, TrackingConfig(stdout_metrics=PATTERNS))
+    for losses in attempts:
+        attempt = run.new_attempt()
+        folder = run.path / f"outputs-{attempt.number}"
+        folder.mkdir()
+        attempt.log(0).write_text(write(folder, losses))
+        lines = [json.dumps({"path": str(path), "start": 0}) for path in folder.iterdir()]
+        attempt.written.write_text("".join(f"{line}\n" for line in lines))
+        reader.read(over=losses is attempts[-1])
+    run.write_state(State(status=status, attempt=len(attempts), created=1.0, ended=2.0))
+
+
+@pytest.mark.parametrize("write", CHANNELS)
+def test_last_value_counts_as_if_it_were_logged(scene: Scene, write: Write) -> None:
+    # The second attempt repeats steps. Only its values count from there on, also below those of the first one.
+    train(scene.run, write, {0: 4.0, 20: 2.0, 40: 0.25}, {20: 2.5, 40: 1.5})
+    metric = CHANNELS[write]
+    assert read_last_values(scene.run)[metric] == (40, 1.5)
+    (row,) = as_data(rank_runs(find_runs(scene.run.path.parent.parent))[0])
+    assert (row["kind"], row["text"]) == (f"{metric} · last value · lowest is best", "1.5")
+    assert row["runs"] == [{"folder": str(scene.run.path), "value": 1.5, "step": 40, "status": "finished"}]
+
+    scene.shipper().ship_once()
+    assert json.loads(scene.entity.data.tags[RESULT_TAG])["value"] == 1.5, "a server needs no folders"
+    assert scene.entity.data.metrics[metric] == 1.5
+    assert f"Best {metric}: 1.5, " in scene.experiment.tags[NOTE_TAG].replace("\\", "")
+    assert scene.steps(metric) == [0, 20, 20, 40, 40], "each attempt once"
+
+
+def test_script_that_ended_early_or_diverged_has_no_result(scene: Scene) -> None:
+    train(scene.run, print_lines, {0: 4.0}, status="failed")
+    diverged = RunDir.create(scene.run.path.with_name("diverged"))
+    train(diverged, write_csv, {0: 4.0, 1: float("nan")})
+    assert rank_runs(find_runs(scene.run.path.parent.parent)) == ([], ["2 ended runs without a result"])
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> SweepDir:
+    """A sweep over the learning rate of a script that prints its losses."""
+    experiment = tmp_path / "runs" / "exp"
+    cells = []
+    for lr, losses in ((0.1, {0: 4.0, 40: 1.0}), (0.2, {0: 4.0, 40: 0.5}), (0.3, {0: 4.0, 40: 2.0})):
+        run = RunDir.create(experiment / f"tune-lr_{lr}")
+        train(run, print_lines, losses)
+        cells.append({"name": run.name, "label": f"lr={lr}", "values": {"params.lr": lr}})
+    folder = SweepDir.create(experiment / "tune")
+    write_json(folder.file, {"uid": "1", "created": 1.0, "keys": ["params.lr"], "base": {}, "cells": cells})
+    return folder
+
+
+def facts_of(sweep: SweepDir) -> SweepFacts:
+    return read_sweep_facts(sweep, sweep.read_state(), read_last_values)
+
+
+def test_sweep_over_printed_values_is_ranked_and_drawn(sweep: SweepDir) -> None:
+    facts = facts_of(sweep)
+    assert (facts.monitor, facts.monitor_mode, facts.is_best) == ("val/loss", "min", False)
+    assert [(row.best.name, row.best.value, row.best.step) for row in facts.ranking.rows] == [
+        ("lr=0.2", 0.5, 40),
+        ("lr=0.1", 1.0, 40),
+        ("lr=0.3", 2.0, 40),
+    ]
+    drawn = charts_of(sweep, facts, {}, read_series)
+    assert [chart.title for chart in drawn] == ["val/loss over the steps", "val/loss against params.lr"]
+    assert str(drawn[0].figure).count("<polyline") == 3
