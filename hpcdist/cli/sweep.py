@@ -78,7 +78,8 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
         run = RunDir(sweep.path.parent / cell.name)
         status, reason = _status_of_cell(run, cell.status)
         statuses.append(status)
-        row = [cell.label, status, str(last_beat(run).get("step", ""))]
+        step = last_beat(run).get("step", cell.step)
+        row = [cell.label, status, "" if step is None else str(step)]
         if facts.monitor:
             row.append("" if cell.metric is None else f"{cell.metric:.6g}")
         rows.append([*row, reason])
