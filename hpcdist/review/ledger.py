@@ -1,5 +1,6 @@
 """The ledger, in which every second of every allocated GPU or core has one cause, and the cost of a run."""
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -327,7 +328,7 @@ class Ledger:
     energy_kwh: float | None = None  #: None where no sensor measures it
     energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
-    running_s: float = 0.0  #: wall time of all allocations, without the queue and pauses between them
+    spans: tuple[tuple[float, float], ...] = ()  #: begin and end of each allocation, in seconds since the epoch
     is_measured: bool = True  #: False with attempts in which a plain script has reported no steps
     site: ClusterConfig = field(default_factory=ClusterConfig)  #: with the prices
 
@@ -360,6 +361,26 @@ class Ledger:
         if self.goodput is not None and self.is_short:
             text += f" ({SHORT_RUN})"
         return text
+
+    @cached_property
+    def running_s(self) -> float:
+        """The wall time in which something was allocated, without the queue and the pauses between allocations.
+
+        Runs of a sweep that ran at the same time count once.
+        """
+        total = 0.0
+        counted_until = -math.inf
+        for began, ended in sorted(self.spans):
+            total += max(0.0, ended - max(began, counted_until))
+            counted_until = max(counted_until, ended)
+        return total
+
+    @property
+    def elapsed_s(self) -> float:
+        """The wall time from the begin of the first allocation to the end of the last one."""
+        if not self.spans:
+            return 0.0
+        return max(ended for _, ended in self.spans) - min(began for began, _ in self.spans)
 
     @property
     def is_short(self) -> bool:
@@ -436,7 +457,7 @@ def read_ledger(run: RunDir) -> Ledger:
         energy_kwh=energy_kwh,
         energy_of=" and ".join(sorted(energy_j, reverse=True)),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
-        running_s=sum(allocation.ended - allocation.began for allocation in allocations),
+        spans=tuple((allocation.began, allocation.ended) for allocation in allocations),
         # The useful time of a plain script is known only if it reports steps.
         is_measured=all(timed.times.measured or _known_account(timed) is not None for timed in attempts),
     )
@@ -484,7 +505,7 @@ def together(ledgers: Collection[Ledger]) -> Ledger:
         unit=units.pop(),
         entries=tuple(entry for ledger in ledgers for entry in ledger.entries),
         queue_s=sum(ledger.queue_s for ledger in ledgers),
-        running_s=sum(ledger.running_s for ledger in ledgers),
+        spans=tuple(span for ledger in ledgers for span in ledger.spans),
         is_measured=all(ledger.is_measured for ledger in ledgers),
     )
 

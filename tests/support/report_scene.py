@@ -90,7 +90,7 @@ def some_ledger() -> Ledger:
         for number, cause in enumerate(with_queue)
         for began in [_BEGAN + 70 * attempt + 6 * number]
     ]
-    ledger = Ledger(running_s=64.0, queue_s=9.0, energy_kwh=0.25, energy_of="nodes")
+    ledger = Ledger(spans=((0.0, 64.0),), queue_s=9.0, energy_kwh=0.25, energy_of="nodes")
     return replace(ledger, entries=tuple(entries), intervals=tuple(intervals))
 
 

@@ -11,7 +11,7 @@ from report_scene import BEGAN, account, add_attempt
 
 from hpcdist.host.json_files import read_json, write_json
 from hpcdist.review import ledger as review_ledger
-from hpcdist.review.ledger import Ledger, allocated_s, allocations_of, read_ledger
+from hpcdist.review.ledger import Entry, Ledger, allocated_s, allocations_of, read_ledger, together
 from hpcdist.run.attempt_times import NodeShare as Share
 from hpcdist.run.attempt_times import Resources, read_times, write_times
 from hpcdist.run.folder import RunDir, State
@@ -83,6 +83,14 @@ def test_time_in_which_all_ranks_did_nothing_is_idle(tmp_path: Path) -> None:
         assert times is not None
         write_times(run.attempt(1), replace(times, idle_since=BEGAN + 41))
         assert (name, sums(read_ledger(run), 1)) == (name, expected)
+
+
+def test_wall_time_of_runs_that_overlap_counts_once() -> None:
+    runs = [((0.0, 10.0), (90.0, 100.0)), ((5.0, 20.0),), ((6.0, 8.0),)]
+    entry = Entry(cause="compute", attempt=1, node="n1", seconds=1.0)
+    ledger = together([Ledger(entries=(entry,), spans=spans) for spans in runs])
+    assert (ledger.running_s, ledger.elapsed_s) == (30, 100)
+    assert (Ledger().running_s, Ledger().elapsed_s) == (0, 0)
 
 
 def test_time_between_supervisors_is_not_allocated(run: RunDir) -> None:
