@@ -141,6 +141,10 @@ class RunningScript:
         self._account = TimeAccount()
         #: The first step with metrics, until the script logs another one; None if it calls `should_stop` before.
         self._first_logged: int | None = None
+        #: Metrics at step 0, until the script logs a later step.
+        self._logged_at_zero: set[str] = set()
+        #: The step with which the script begins to call `should_stop`, until it logs; None if it logs before.
+        self._first_asked: int | None = None
         self._notes = TrainingNotes(self.attempt, is_main=self.topology.rank == 0)
         if self.topology.rank == 0 and self.config.launch.gpu_type == NVIDIA:
             self._notes.set_devices(visible_devices(os.environ))
@@ -172,22 +176,31 @@ class RunningScript:
         heartbeat = self._beating()
         heartbeat.note_logged(metrics, step)
         if step:  # MLflow's client logs step 0 where a script passes none
-            self._count_logged(step)
+            self._count_logged(metrics, step)
+        elif step == 0:
+            self._logged_at_zero.update(metrics)
         heartbeat.beat()
 
-    def _count_logged(self, step: int) -> None:
-        """Count a step for which the script has logged metrics.
+    def _count_logged(self, metrics: Mapping[str, float], step: int) -> None:
+        """Count a step, above 0, for which the script has logged metrics; note with which step the attempt has begun.
 
-        Only two consecutive ones show at which step the attempt has begun: it may log every hundredth step. Otherwise
-        the first attempt counts from 0.
+        A script may log every hundredth step, and count from 0 or 1. Otherwise the first attempt counts from 1.
         """
+        counts_from_zero = not self._logged_at_zero.isdisjoint(metrics)
+        self._logged_at_zero.clear()
         if not self._account.phases:
             self._first_logged = step
-        elif self._first_logged is not None and step != self._first_logged:
-            if step == self._first_logged + 1:
-                self._notes.set_first_step(self._first_logged - 1)
-            self._first_logged = None
         self._count(step, first_step=0 if self.attempt.number == 1 else None)
+        if counts_from_zero:
+            self._notes.set_first_step(0, counts_from_zero=True)
+            self._first_logged = None
+        elif step == self._first_asked:  # it asked before this step was done
+            self._notes.set_first_step(step, counts_from_zero=True)
+        elif self._first_logged is not None and step == self._first_logged + 1:
+            self._notes.set_first_step(self._first_logged - 1, counts_from_zero=False)
+        if step != self._first_logged:
+            self._first_logged = None
+        self._first_asked = None
 
     def _count(self, step: int, first_step: int | None) -> None:
         """Book the time until a reported step; before the first one, note at which step the attempt has begun."""
@@ -213,7 +226,10 @@ class RunningScript:
         heartbeat = self._beating()
         heartbeat.step = step
         heartbeat.total_steps = total_steps
-        self._count(step, first_step=step)
+        if not self._account.phases:
+            self._first_asked = step
+        # A script that asks after each step first asks with 1.
+        self._count(step, first_step=0 if step == 1 else step)
         heartbeat.beat()
         self._report_saved(step)
         if self.stop_agreed:

@@ -131,7 +131,7 @@ class AttemptFacts:
     nodes: tuple[str, ...] = ()
     time_limit: float | None = None  #: end of the allocation; None without a time limit
     training_began: float | None = None
-    #: Steps done when the attempt began; None if it did not begin to train, or a script does not report each step.
+    #: Step before the first one; None if the attempt did not begin to train, or a script does not report each step.
     first_step: int | None = None
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
@@ -244,7 +244,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if training is not None:
         training_began = training.began
         if training.began:
-            first_step = training.first_step
+            first_step = training.step_before
     return AttemptFacts(
         number=attempt.number,
         started=times.began,

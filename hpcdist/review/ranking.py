@@ -36,7 +36,7 @@ class Result:
     allocated_s: float
     unit: str
     price_per_hour: str = ""
-    step: int = 0  #: of the value; 0 if it is not recorded
+    step: int | None = None  #: of the value; None if it is not recorded
     status: str = ""  #: with which the run ended
     name: str = ""  #: of the run, or its setting
     run_id: str = ""  #: in MLflow; empty before the run is uploaded
@@ -159,7 +159,7 @@ class Row:
     @property
     def steps_text(self) -> str:
         """The step of the value, or those of all seeds, as `138` or `90 to 138`; empty if none is recorded."""
-        known = {result.step for result in self.results if result.step}
+        known = {result.step for result in self.results if result.step is not None}
         if not known:
             return ""
         lowest, highest = min(known), max(known)

@@ -62,7 +62,7 @@ class SweepFacts:
                 metric=self.monitor,
                 mode=self.monitor_mode,
                 value=cell.metric,
-                step=cell.step or 0,
+                step=cell.step,
                 status=cell.status,
                 name=label,
                 setting=label if self.has_seeds else "",

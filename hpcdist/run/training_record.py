@@ -30,11 +30,19 @@ class TrainingRecord:
 
     #: Step of the restored checkpoint, or 0; None if it is unknown, as for a script that reports every hundredth step.
     first_step: int | None = 0
+    counts_from_zero: bool = False  #: whether `first_step` itself is the first step of the attempt, as of some scripts
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
     cpu: str = ""  #: CPU of the node of rank 0: `AMD EPYC 7B13, 8 logical CPUs`
     devices: str = ""  #: devices of all ranks, for a script those of rank 0: `2 × NVIDIA H100 80GB HBM3`, or `CPU`
+
+    @property
+    def step_before(self) -> int | None:
+        """The step before the first one of the attempt, -1 if that is 0; None if it is unknown."""
+        if self.first_step is None or not self.counts_from_zero:
+            return self.first_step
+        return self.first_step - 1
 
 
 def write_training(attempt: Attempt, record: TrainingRecord) -> None:
@@ -78,9 +86,13 @@ class TrainingNotes:
         """Record that training begins now, after `first_step` steps; None if their number is unknown."""
         self._write(replace(self._record, first_step=first_step, began=time.time()))
 
-    def set_first_step(self, first_step: int) -> None:
-        """Record after how many steps the training has begun."""
-        self._write(replace(self._record, first_step=first_step))
+    def set_first_step(self, first_step: int, *, counts_from_zero: bool) -> None:
+        """Record after how many steps the training has begun.
+
+        Args:
+            counts_from_zero: the first step has the number `first_step`, not the one after it.
+        """
+        self._write(replace(self._record, first_step=first_step, counts_from_zero=counts_from_zero))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
         """Add a dataset; it replaces one of the same name and split."""

@@ -112,8 +112,16 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
 
 @pytest.mark.parametrize(
     ("attempt", "reported", "first_step"),
-    [(1, [100, 200], 0), (2, [200, 300], None), (2, [101, 101, 102, 103], 100), (1, [501, 502], 500), (2, [7], None)],
-    ids=["first attempt", "every hundredth step", "each step", "from a checkpoint", "one report"],
+    [
+        (1, [100, 200], 0),
+        (2, [200, 300], None),
+        (2, [101, 101, 102, 103], 100),
+        (1, [501, 502], 500),
+        (2, [7], None),
+        (1, [0, 1, 2], -1),
+        (2, [0, 100, 200], -1),
+    ],
+    ids=["first attempt", "every hundredth step", "each step", "from a checkpoint", "one report", "from 0", "again"],
 )
 def test_attempt_of_a_script_begins_where_its_reports_show_it(
     run: RunDir, records: RankRecords, attempt: int, reported: list[int], first_step: int | None
@@ -125,7 +133,7 @@ def test_attempt_of_a_script_begins_where_its_reports_show_it(
             hpcdist.log({"loss": 0.5}, step)
     training = read_training(run.attempt(attempt))
     assert training is not None
-    assert training.first_step == first_step
+    assert training.step_before == first_step
 
 
 def live(run: RunDir) -> RunDir:
@@ -237,6 +245,44 @@ def test_number_of_steps_done_shows_where_the_attempt_began(run: RunDir) -> None
     recorded = read_training(run.attempt(2))
     assert recorded is not None
     assert recorded.first_step == 20
+
+
+@pytest.mark.parametrize(
+    ("first", "loop", "first_step"),
+    [
+        (20, ("ask", "train", "log"), 20),
+        (20, ("ask", "log", "train"), 19),
+        (0, ("ask", "log", "train"), -1),
+        (0, ("train", "ask", "log"), 0),
+        (0, ("train", "log", "ask"), 0),
+    ],
+    ids=["documented", "labels from 0 after a checkpoint", "labels from 0", "asks after a step", "asks at last"],
+)
+def test_first_step_of_a_script_that_asks_and_logs(
+    run: RunDir, records: RankRecords, first: int, loop: tuple[str, ...], first_step: int
+) -> None:
+    with entered_script(CONFIG, run.attempt(1), ALONE, records):
+        done = first
+        for part in loop * 3:
+            if part == "ask":
+                hpcdist.should_stop(done)
+            elif part == "log":
+                hpcdist.log({"loss": 0.5}, done)
+            else:
+                done += 1
+    training = read_training(run.attempt(1))
+    assert training is not None
+    assert training.step_before == first_step
+
+
+def test_metric_before_the_training_does_not_count_as_a_step(run: RunDir, records: RankRecords) -> None:
+    with entered_script(CONFIG, run.attempt(1), ALONE, records):
+        hpcdist.log({"val/loss": 0.5}, 0)
+        for step in (1, 2):
+            hpcdist.log({"loss": 0.5}, step)
+    training = read_training(run.attempt(1))
+    assert training is not None
+    assert training.step_before == 0
 
 
 def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:

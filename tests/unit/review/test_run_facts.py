@@ -15,6 +15,7 @@ from report_scene import ReportScene
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.host.json_files import write_json
+from hpcdist.review.description import attempt_rows
 from hpcdist.review.explain import read_faults
 from hpcdist.review.facts import UNRECORDED, AttemptFacts, RunFacts, end_of_traceback, interruptions, read_facts
 from hpcdist.review.ledger import timed_attempts
@@ -271,6 +272,16 @@ def test_steps_of_a_script_are_those_that_it_reports(folder: Folder) -> None:
         (10, 60, 50),
         (10, 30, None),  # the next start shows where it continues
     ]
+
+
+def test_steps_of_a_script_may_begin_at_zero(folder: Folder) -> None:
+    record = TrainingRecord(first_step=0, counts_from_zero=True, began=1.0)
+    for step in (40, 100):
+        folder.attempt(first_step=0, step=step, status="failed", measured=False)
+        write_training(folder.run.attempt(len(folder.run.attempts())), record)
+    facts = folder.facts(status="failed")
+    assert [row[4] for row in attempt_rows(facts)] == ["0 to 40", "0 to 100"]
+    assert facts.attempts[0].steps_lost == 41, "the next attempt has begun with step 0 again"
 
 
 def test_long_series_are_thinned_and_short_ones_exact() -> None:

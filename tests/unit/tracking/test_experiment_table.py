@@ -75,6 +75,13 @@ def test_equal_means_share_a_place() -> None:
     assert ranking.beside_next.startswith("too few seeds to tell from")
 
 
+def test_value_at_step_zero_has_its_step() -> None:
+    raw = Result(metric="m", mode="max", value=0.15, data="", num_samples=None, ended=1, allocated_s=1, unit="", step=0)
+    for results, text in (([raw], "0"), ([raw, replace(raw, step=40)], "0 to 40"), ([replace(raw, step=None)], "")):
+        (ranking,) = rankings([replace(result, setting="s") for result in results], lambda row: row.measured)
+        assert ranking.rows[0].steps_text == text
+
+
 def test_command_shows_the_rows_of_the_table(scene: Scene, end: End) -> None:
     for time, ones in ((1, 950), (2, 960), (3, 900)):
         end(f"r{time}", ones / 1000, time, ones=ones)
