@@ -1,21 +1,32 @@
-"""Generators of the troubleshooting page: known failures, reasons of waiting jobs, findings of preflight and doctor."""
+"""Generators of the troubleshooting page: known failures, reasons of waiting jobs, findings of preflight and doctor.
+
+The text and the fix of a finding stand in the call that creates it, or above the call in variables. A table of all
+findings, which the checks would fill in, would separate a text from the values in it and from the condition for it. So
+these generators read the calls, and each value becomes its name in braces. A variable that may have several texts at a
+call is refused: each text has a call of its own.
+"""
 
 from __future__ import annotations
 
 import ast
-import copy
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from importlib import import_module
 
-from generators.messages import template
+from generators.messages import has_words, placeholder, template
 from generators.tables import PACKAGE, cell, code, folded, table
 from hpcdist.review.explain import PATTERNS, WAITING
 
-#: The functions of hpcdist.host.machine that create findings.
+#: The functions of hpcdist.host.check_result that create findings, without that of results without a problem.
 FUNCTIONS = ("Check", "note", "warning", "failure")
-#: The modules in hpcdist/checks whose findings are about the nodes of a job; some of them are doctor's as well.
-PREFLIGHT = ("node_facts.py", "node_links.py", "preflight.py")
+#: The modules whose findings are about the nodes of a job; some of them are doctor's as well.
+PREFLIGHT = (
+    "hpcdist.checks.node_facts",
+    "hpcdist.checks.node_links",
+    "hpcdist.checks.preflight",
+    "hpcdist.job.preflight_step",
+)
 
 
 def failure_patterns() -> str:
@@ -37,132 +48,95 @@ def waiting_reasons() -> str:
 
 
 def preflight_findings() -> str:
-    return _findings([PACKAGE / "checks" / name for name in PREFLIGHT])
+    """Return the findings about the nodes of a job."""
+    return _findings(PREFLIGHT)
 
 
 def doctor_findings() -> str:
-    return _findings(path for path in (PACKAGE / "checks").glob("*.py") if path.name not in PREFLIGHT)
+    """Return the other findings of `hpcdist doctor`."""
+    modules = [f"hpcdist.checks.{path.stem}" for path in sorted((PACKAGE / "checks").glob("*.py"))]
+    return _findings(name for name in modules if name not in PREFLIGHT)
 
 
-def _findings(modules: Iterable[Path]) -> str:
-    """Return the findings that modules create, without those of level `ok`."""
-    rows = []
-    for path in sorted(modules):
-        for call, texts in _calls_with_texts(ast.parse(path.read_text())):
-            arguments = [*zip(("name", "text", "fix"), call.args, strict=False)]
-            arguments += [(keyword.arg or "", keyword.value) for keyword in call.keywords]
-            given = {name: _text(value, texts) for name, value in arguments}
-            if given.get("text") and given.get("level") != "ok":
-                rows.append((cell(given["name"]), code(given["text"]), cell(given.get("fix", ""))))
-    rows = list(dict.fromkeys(rows))
+def _findings(modules: Iterable[str]) -> str:
+    """Return a foldable table of the findings that modules create."""
+    rows: dict[tuple[str, ...], None] = {}  # each once
+    for name in modules:
+        module = import_module(name)
+        constants = {name: value for name, value in vars(module).items() if isinstance(value, str)}
+        for finding in findings_in(ast.parse(inspect.getsource(module)), constants):
+            rows[finding] = None
     return folded(f"{len(rows)} findings", table(("check", "finding", "fix"), rows))
 
 
-#: The string that each variable has at a place of the code, by its name.
+#: The text of each variable at a place of the code, by its name: empty if it is known only at run time.
 Texts = Mapping[str, str]
 
 
-def _calls_with_texts(module: ast.Module) -> list[tuple[ast.Call, Texts]]:
-    """Return the calls that create findings, once for each way through the code that leads to them."""
-    calls: list[tuple[ast.Call, Texts]] = []
-    constants = _follow([node for node in module.body if isinstance(node, ast.Assign)], [{}], calls)
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef):
-            _follow(node.body, constants, calls)
-    return calls
+def findings_in(tree: ast.Module, constants: Texts) -> Iterator[tuple[str, str, str]]:
+    """Yield check, text and fix of the findings that a module creates, as cells of a table.
+
+    Findings whose text and fix are known only at run time, such as those of an error, are left out.
+    """
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call, texts in _calls(function.body, constants):
+            arguments = dict(zip(("name", "text", "fix"), call.args, strict=False))
+            arguments |= {keyword.arg or "": keyword.value for keyword in call.keywords}
+            name = template(arguments["name"], texts) or placeholder(arguments["name"])
+            text = _text_of(arguments["text"], texts)
+            fix = ""
+            if "fix" in arguments:
+                fix = _text_of(arguments["fix"], texts)
+            if has_words(text + fix):
+                yield cell(name), code(text), cell(fix)
 
 
-def _follow(body: Iterable[ast.stmt], ways: list[Texts], calls: list[tuple[ast.Call, Texts]]) -> list[Texts]:
-    """Add the calls of statements to `calls`. Returns the texts at their end, one entry for each way through them.
+def _calls(block: Iterable[ast.stmt], texts: Texts) -> Iterator[tuple[ast.Call, Texts]]:
+    """Yield the calls in a block that create findings, and the texts of the variables there.
 
     Args:
-        ways: the texts before the first statement, one entry for each way that leads to it.
+        texts: of the variables before the block.
     """
-    for statement in body:
+    known = dict(texts)
+    for statement in block:
         if isinstance(statement, ast.FunctionDef):
-            continue  # it is followed by itself
-        branches = _branches(statement)
-        for node in _own_nodes(statement):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in FUNCTIONS:
-                calls += [(node, texts) for texts in ways]
-        if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break):
-            return []
-        ways = [_after(statement, texts) for texts in ways]
-        if branches:
-            ends = [texts for branch in branches for texts in _follow(branch, ways, calls)]
-            # Ways with the same texts are one: without this, their number doubles with each branch.
-            ways = list({tuple(sorted(texts.items())): texts for texts in ends}.values())
-    return ways
+            continue  # a function of its own
+        inner_blocks = _blocks(statement)
+        for inner_block in inner_blocks:
+            yield from _calls(inner_block, known)
+        if not inner_blocks:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in FUNCTIONS:
+                    yield node, known
+        for name in _assigned(statement):
+            known.pop(name, None)
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                known[name] = template(value, known)
+            case ast.Assign(targets=[ast.Tuple()]):
+                known |= dict.fromkeys(_assigned(statement), "")
 
 
-def _branches(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks of a statement, one of which is executed; none for a simple statement."""
-    match statement:
-        case ast.If(body=body, orelse=orelse):
-            return [body, orelse]
-        case ast.For(body=body) | ast.While(body=body):
-            return [body, []]
-        case ast.With(body=body):
-            return [body]
-        case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
-            failed = [handler.body + finalbody for handler in handlers]
-            return [body + orelse + finalbody, *failed]
-        case ast.Match(cases=cases):
-            return [case.body for case in cases]
-    return []
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks of a compound statement; none for a simple one."""
+    parts = [statement, *getattr(statement, "handlers", []), *getattr(statement, "cases", [])]
+    blocks = [getattr(part, name, []) for part in parts for name in ("body", "orelse", "finalbody")]
+    return [block for block in blocks if block]
 
 
-def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement without those of its blocks."""
-    waiting: list[ast.AST] = [statement]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-                waiting.append(child)
+def _assigned(statement: ast.stmt) -> set[str]:
+    """Return the variables that a statement assigns, or one in its blocks."""
+    names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def _after(statement: ast.stmt, texts: Texts) -> Texts:
-    """Return the texts after a statement, which may assign to variables."""
-    pairs: list[tuple[ast.expr, ast.expr]] = []
-    match statement:
-        case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
-            pairs = [*zip(variables, values, strict=True)]
-        case ast.Assign(targets=[variable], value=value):
-            pairs = [(variable, value)]
-        case ast.AugAssign(target=ast.Name(id=name) as variable, op=ast.Add(), value=value) if name in texts:
-            pairs = [(variable, ast.BinOp(variable, ast.Add(), value))]
-    names = [node for node in _own_nodes(statement) if isinstance(node, ast.Name)]
-    assigned = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    after = {name: text for name, text in texts.items() if name not in assigned}
-    for variable, value in pairs:
-        text = _text(value, texts)
-        is_empty_text = isinstance(value, ast.Constant) and value.value == ""
-        if text or is_empty_text:
-            after[ast.unparse(variable)] = text
-    return after
+def _text_of(argument: ast.expr, texts: Texts) -> str:
+    """Return the text of an argument, or its name in braces if the text is known only at run time.
 
-
-class _Filled(ast.NodeTransformer):
-    """Replaces variables by their texts."""
-
-    def __init__(self, texts: Texts) -> None:
-        self._texts = texts
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in self._texts:
-            return ast.Constant(self._texts[node.id])
-        return node
-
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
-        if isinstance(node.value, ast.Name):
-            filled = self.visit_Name(node.value)
-            if filled is not node.value:
-                return filled
-        return node
-
-
-def _text(node: ast.expr, texts: Texts) -> str:
-    """Return the text of an argument, with those of the variables in it."""
-    return template(_Filled(texts).visit(copy.deepcopy(node)))
+    Raises ValueError for a variable whose text depends on the way to the call.
+    """
+    if isinstance(argument, ast.Name) and argument.id not in texts:
+        raise ValueError(f"line {argument.lineno}: {argument.id} may have several texts: call once for each of them")
+    return template(argument, texts) or placeholder(argument)

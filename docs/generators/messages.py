@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from generators.tables import PACKAGE, cell, code, folded, table
 from hpcdist import errors
@@ -16,6 +16,8 @@ ERRORS: dict[str, type[errors.HpcdistError]] = {
     for name, value in vars(errors).items()
     if isinstance(value, type) and issubclass(value, errors.HpcdistError)
 }
+#: Characters of a sentence besides its values; a shorter text is a name or a word between values.
+_MIN_CHARACTERS = 12
 
 
 def error_classes() -> str:
@@ -72,31 +74,45 @@ def _sentences(node: ast.expr) -> Iterator[str]:
     """Yield the texts of an expression or of a list, without those that consist of little but values."""
     for element in node.elts if isinstance(node, ast.List) else [node]:
         text = " ".join(template(element).split())
-        if len(re.sub(r"\{[^}]*\}", "", text).strip(" :.;,'")) >= 12:
+        if has_words(text):
             yield text
 
 
-def template(node: ast.expr) -> str:
-    """Return the text of a string expression with `{name}` for each value; empty if it is no string."""
+def has_words(text: str) -> bool:
+    """Return whether a text consists of more than values and a word."""
+    return len(re.sub(r"\{[^}]*\}", "", text).strip(" :.;,'")) >= _MIN_CHARACTERS
+
+
+def template(node: ast.expr, texts: Mapping[str, str] | None = None) -> str:
+    """Return the text of a string expression with `{name}` for each value; empty if it is no string.
+
+    Args:
+        texts: of variables, which stand for these texts.
+    """
+    texts = texts or {}
     match node:
         case ast.Constant(value=str(text)):
             return text
+        case ast.Name(id=name):
+            return texts.get(name, "")
+        case ast.FormattedValue(value=ast.Name(id=name)) if texts.get(name):
+            return texts[name]
         case ast.JoinedStr(values=parts):
-            return "".join(map(template, parts))
+            return "".join(template(part, texts) for part in parts)
         case ast.FormattedValue(value=ast.Call(func=ast.Name(id="install_command")) as call):
             return template(call)
         case ast.FormattedValue(value=value):
-            return _placeholder(value)
+            return placeholder(value)
         case ast.IfExp(body=body, orelse=orelse):
-            return template(body) or template(orelse)
+            return template(body, texts) or template(orelse, texts)
         case ast.Call(func=ast.Name(id="install_command"), args=extras):
             return install_command(*map(ast.literal_eval, extras))
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return "".join(template(side) or _placeholder(side) for side in (left, right))
+        case ast.BinOp(left=left, op=ast.Add(), right=right) if template(left, texts) or template(right, texts):
+            return "".join(template(side, texts) or placeholder(side) for side in (left, right))
     return ""
 
 
-def _placeholder(node: ast.expr) -> str:
+def placeholder(node: ast.expr) -> str:
     """Return the last variable or attribute of an expression, such as `{lr}` for `config.optim.lr`."""
     source = re.sub(r"\[\w+\]|\.join| (for|if|or) .*", "", ast.unparse(node))
     names: list[str] = re.findall(r"\b_*([A-Za-z]\w*)", source)

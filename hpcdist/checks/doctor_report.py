@@ -197,9 +197,10 @@ def _status(run: RunDir) -> list[Check]:
 
 def status_check(run: RunDir, now: RunStatus) -> Check:
     """Return the state of a run as a result, with the command that continues or explains it."""
-    text = now.sentence
+    job = ""
     if now.facts is not None and not now.is_lost:
-        text += f"; {now.facts.describe(time.time())}"
+        job = f"; {now.facts.describe(time.time())}"
+    text = f"{now.sentence}{job}"
     if now.name == "lost":
         fix = f"`hpcdist resume {run.name}` continues it, `hpcdist sync {run.name}` closes it in MLflow"
         return warning("state", text, fix)
@@ -236,9 +237,12 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
         if node is None:
             bad.append(warning(name, "Slurm has no node of this name any more", node=name))
         elif not is_usable(node.state):
-            fix = "Slurm starts no jobs there; `hpcdist resume` gets other nodes. "
-            fix += f"After the repair an administrator runs `scontrol update nodename={name} state=resume`"
-            bad.append(warning(name, _state_text(node), fix, node=name))
+            fix = (
+                "Slurm starts no jobs there; `hpcdist resume` gets other nodes. After the repair an administrator runs"
+                f" `scontrol update nodename={name} state=resume`"
+            )
+            state = _state_text(node)
+            bad.append(warning(name, state, fix, node=name))
         else:
             healthy[node.state] += 1
     if not healthy:

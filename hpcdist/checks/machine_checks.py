@@ -178,7 +178,7 @@ def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Ch
         if state.status == "finished":
             return [ok(name, f"{state.reason}, {time.monotonic() - began:.0f} s with all imports")]
         finding = explain_attempt(run, run.attempt(state.attempt), state.reason) or Finding(cause=state.reason)
-        text = finding.cause
+        evidence = ""
         if finding.evidence:
-            text += f": {finding.evidence}"
-        return [failure(name, text, finding.fix)]
+            evidence = f": {finding.evidence}"
+        return [failure(name, f"{finding.cause}{evidence}", finding.fix)]

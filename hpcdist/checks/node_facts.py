@@ -37,6 +37,8 @@ LITTLE_SHM_BYTES = 2**28
 IDLE_GPU_MB = 1024
 #: Each rank pays the time of a lookup at its start.
 SLOW_LOOKUP_S = 1.0
+_REPEATED = "torch repeats the lookup when ranks start"
+_FASTER_LOOKUP = "add the nodes to /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
 _MIB = 2**20
 
 
@@ -113,8 +115,10 @@ def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
     total_mb = gpu["total_mb"] or 0
     if gpu["uncorrected_errors"]:
         text = f"has {gpu['uncorrected_errors']} uncorrected memory errors since its driver was loaded"
-        fix = f"an administrator drains the node and resets it (`nvidia-smi --gpu-reset -i {gpu['index']}`); if errors"
-        fix += " return, the card is defective: exclude it by CUDA_VISIBLE_DEVICES"
+        fix = (
+            f"an administrator drains the node and resets it (`nvidia-smi --gpu-reset -i {gpu['index']}`);"
+            " if errors return, the card is defective: exclude it by CUDA_VISIBLE_DEVICES"
+        )
         yield failure(name, text, fix)
     if gpu["throttled"]:
         text = f"is throttled: {', '.join(gpu['throttled'])}"
@@ -160,17 +164,15 @@ def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
     if "error" in look:
         fix = "add it to the DNS, or to /etc/hosts on all machines of a run"
         yield failure("names", f"{called} cannot be looked up ({look['error']})", fix)
-        return
-    if "late" in look:
-        text = f"looking up {called}, or its address, took more than {look['late']:g} s"
+    elif "late" in look:
+        text = f"looking up {called}, or its address, took more than {look['late']:g} s; {_REPEATED}"
+        yield warning("names", text, _FASTER_LOOKUP)
     elif look["forward_s"] > SLOW_LOOKUP_S:
-        text = f"looking up {called} took {look['forward_s']:.1f} s"
+        text = f"looking up {called} took {look['forward_s']:.1f} s; {_REPEATED}"
+        yield warning("names", text, _FASTER_LOOKUP)
     elif look.get("reverse_s", 0) > SLOW_LOOKUP_S:
-        text = f"the reverse lookup of {look['address']} took {look['reverse_s']:.1f} s"
-    else:
-        return
-    fix = "add the nodes to /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
-    yield warning("names", f"{text}; torch repeats the lookup when ranks start", fix)
+        text = f"the reverse lookup of {look['address']} took {look['reverse_s']:.1f} s; {_REPEATED}"
+        yield warning("names", text, _FASTER_LOOKUP)
 
 
 def loopback_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:

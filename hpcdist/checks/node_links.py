@@ -86,12 +86,16 @@ def connection_checks(seen: Seen) -> Iterator[Check]:
         into = [link for link in reasons if link[1] == node]
         out_of = [link for link in reasons if link[0] == node]
         if len(into) >= len(out_of):
-            text = f"{few([source for source, _ in into], SHOWN)} cannot reach it: {reasons[into[0]]}"
+            sources = few([source for source, _ in into], SHOWN)
+            reason = reasons[into[0]]
+            yield failure("port", f"{sources} cannot reach it: {reason}", OPEN_PORTS, node=node)
         else:
-            text = f"it cannot reach {few([target for _, target in out_of], SHOWN)}: {reasons[out_of[0]]}"
-        yield failure("port", text, OPEN_PORTS, node=node)
+            targets = few([target for _, target in out_of], SHOWN)
+            reason = reasons[out_of[0]]
+            yield failure("port", f"it cannot reach {targets}: {reason}", OPEN_PORTS, node=node)
     for source, target in left[:SHOWN]:
-        yield failure("port", f"{source} cannot reach {target}: {reasons[source, target]}", OPEN_PORTS)
+        reason = reasons[source, target]
+        yield failure("port", f"{source} cannot reach {target}: {reason}", OPEN_PORTS)
 
 
 def rates(seen: Seen) -> dict[Link, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdist.checks import node_facts, node_links
 from hpcdist.checks.node_facts import MB, NO_DISK_BYTES
-from hpcdist.checks.node_links import SHOWN
+from hpcdist.checks.node_links import OPEN_PORTS, SHOWN
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.errors import few
 from hpcdist.host.check_result import LEVELS, Check, Level, failure, note, ok, warning
@@ -209,9 +209,10 @@ def _gpus(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]
         return
     num_usable = answer.get("visible_gpus", 0)
     if num_usable < needs.gpus_per_node:
-        text = f"{num_usable} of {needs.gpus_per_node} GPUs are usable"
+        reason = ""
         if not answer["gpus"] and answer.get("gpu_device_files", 0):
-            text += "; the driver fails or does not answer"
+            reason = "; the driver fails or does not answer"
+        text = f"{num_usable} of {needs.gpus_per_node} GPUs are usable{reason}"
         fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
         level: Level = "failure"
         if needs.backend == "gloo":  # which needs no GPUs
@@ -231,9 +232,9 @@ def _disk(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]
     problem = disk.get("error") or disk.get("write_error")
     if problem:
         where = disk["folder"]
-        text = f"checkpoints cannot be written to {where}: {problem}"
         if disk.get("free", NO_DISK_BYTES) < NO_DISK_BYTES:
-            text += f" ({disk['free'] / MB:,.0f} MB are free)"
+            problem += f" ({disk['free'] / MB:,.0f} MB are free)"
+        text = f"checkpoints cannot be written to {where}: {problem}"
         fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
         yield failure("disk", text, fix)
     else:
@@ -275,11 +276,13 @@ def _group(needs: Needs, answers: Answers) -> Iterator[Check]:
     # Nodes that do not see the run folder cannot join, which is reported already.
     absent = [node for node, group in groups.items() if not group.get("joined") and answers[node]["witness"]]
     if len(absent) > 1 and absent == list(needs.nodes[1:]):
-        text = f"no other node could join it within {needs.join_s:g} s: {_reason(groups[absent[0]])}"
-        yield failure("group", text, node_links.OPEN_PORTS, node=needs.nodes[0])
+        reason = _reason(groups[absent[0]])
+        text = f"no other node could join it within {needs.join_s:g} s: {reason}"
+        yield failure("group", text, OPEN_PORTS, node=needs.nodes[0])
     else:
         for node in absent:
-            text = f"it has not joined the group of all nodes within {needs.join_s:g} s: {_reason(groups[node])}"
+            reason = _reason(groups[node])
+            text = f"it has not joined the group of all nodes within {needs.join_s:g} s: {reason}"
             fix = f"see whether {node} imports torch and reaches {needs.nodes[0]}, or raise launch.init_timeout_s"
             yield failure("group", text, fix, node=node)
     if absent or len(answers) < len(needs.nodes):

@@ -118,10 +118,11 @@ def _cores_check(limits: ResourceLimits) -> Check:
 
 def _memory_check(limits: ResourceLimits) -> Check:
     num_bytes = limits.memory_bytes
-    text = f"{num_bytes / GIB:.1f} GiB"
+    origin = ""
     if limits.memory_limit_bytes is not None:
         num_bytes = limits.memory_limit_bytes
-        text = f"{num_bytes / GIB:.1f} GiB (cgroup limit)"
+        origin = " (cgroup limit)"
+    text = f"{num_bytes / GIB:.1f} GiB{origin}"
     if num_bytes < _MIN_MEMORY_BYTES:
         fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
         return warning("memory", f"{text}: two ranks need about 2 GiB", fix)

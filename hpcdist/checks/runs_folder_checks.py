@@ -28,11 +28,11 @@ def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: boo
         text = f"{place} is on a file system that is mounted read-only ({kind}): a run would fail at once"
         return [failure("runs", text, f"`mount | grep {kind}` shows why; {_CHOOSE}")]
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
-        text = f"{place} belongs to {user_of(place.stat().st_uid)} and cannot be written by user {os.getuid()}: a run"
-        fix = _CHOOSE
+        owner = user_of(place.stat().st_uid)
+        text = f"{place} belongs to {owner} and cannot be written by user {os.getuid()}: a run would fail"
         if in_container:
-            fix = f"start the container with --user $(id -u):$(id -g); or {fix}"
-        return [failure("runs", f"{text} would fail", fix)]
+            return [failure("runs", text, f"start the container with --user $(id -u):$(id -g); or {_CHOOSE}")]
+        return [failure("runs", text, _CHOOSE)]
     text = f"{runs_dir.absolute()}"
     if not runs_dir.exists():
         text += " (the first run creates it)"
@@ -87,18 +87,18 @@ def _locks(place: Path) -> Check:
 
 
 def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
-    text = kind or "of unknown type"
+    file_system = kind or "of unknown type"
     if source and source != kind:
-        text += f" ({source})"
+        file_system += f" ({source})"
     if kind not in storage.LOCAL:
         seen = "other machines may see it" if kind else "unknown whether other machines see it"
-        return ok("file system", f"{text}: {seen}")
+        return ok("file system", f"{file_system}: {seen}")
     if not on_cluster:
-        return ok("file system", f"{text}, of this machine")
+        return ok("file system", f"{file_system}, of this machine")
     is_private = any(runs_dir.resolve().is_relative_to(place) for place in storage.PRIVATE)
     where = "each machine has its own" if is_private or kind in storage.IN_MEMORY else "of this machine"
     fix = "set HPCDIST_RUNS_DIR to a shared folder, unless the nodes see this one"
-    return warning("file system", f"{text}, {where}: Slurm's nodes must see it", fix)
+    return warning("file system", f"{file_system}, {where}: Slurm's nodes must see it", fix)
 
 
 def _speed(place: Path) -> Check:

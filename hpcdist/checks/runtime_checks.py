@@ -25,8 +25,6 @@ _MAX_ERROR = 200
 _MAX_DETAILS = 120
 _MAX_VERSION = 60
 
-#: A problem of a runtime, and its fix.
-_Problem = tuple[str, str]
 #: Runs a command on this machine, such as `run_command`.
 RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
@@ -100,12 +98,13 @@ def _check_runtime(command: str, host: Host, query: RunCommand) -> Check | None:
         return ok("pyxis", "srun has --container-image")
     if done.returncode != 0:
         error = _last_message(done)
-        fix = ""
+        text = f"installed, but fails: {error[:_MAX_ERROR]}"
         if name == "docker" and "permission denied" in error.lower():
             fix = f"`sudo usermod -aG docker {host.user}` and log in again (equals root on this machine), or podman"
-        elif name == "docker":
-            fix = "start its daemon (`sudo systemctl start docker`)"
-        return warning(name, f"installed, but fails: {error[:_MAX_ERROR]}", fix)
+            return warning(name, text, fix)
+        if name == "docker":
+            return warning(name, text, "start its daemon (`sudo systemctl start docker`)")
+        return warning(name, text)
     output = done.stdout + done.stderr
     match = re.search(r"(\d+)(\.\d+)+\S*", output)
     version = " ".join(output.split())[:_MAX_VERSION] or "answers"
@@ -115,8 +114,7 @@ def _check_runtime(command: str, host: Host, query: RunCommand) -> Check | None:
         return warning(name, f"{version}; hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one")
     problem = further_problem(host, query) if further_problem is not None else None
     if problem is not None:
-        text, fix = problem
-        return warning(name, f"{version}; {text}", fix)
+        return replace(problem, text=f"{version}; {problem.text}")
     if name == "apptainer" and host.has_gpus:
         version += ", GPUs by --nv"
     return ok(name, version)
@@ -127,16 +125,17 @@ def _last_message(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(last_line(done.stderr or done.stdout).split()) or "no error message"
 
 
-def _docker_problem(host: Host, query: RunCommand) -> _Problem | None:
+def _docker_problem(host: Host, query: RunCommand) -> Check | None:
     if not host.has_gpus or host.cdi:
         return None
     runtimes = query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout
     if "nvidia" in runtimes:
         return None
-    return _NO_TOOLKIT, "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
+    fix = "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
+    return warning("docker", _NO_TOOLKIT, fix)
 
 
-def _apptainer_problem(host: Host, query: RunCommand) -> _Problem | None:
+def _apptainer_problem(host: Host, query: RunCommand) -> Check | None:
     """Return a problem of apptainer: root mounts a .sif by the kernel, a user needs namespaces and squashfuse."""
     if host.uid == 0:
         return None
@@ -145,35 +144,43 @@ def _apptainer_problem(host: Host, query: RunCommand) -> _Problem | None:
         key, _, value = line.partition("=")
         built[key] = value
     if built.get("APPTAINER_SUID_INSTALL") != "1":
-        problem = _namespace_problem(host, query)
+        problem = _namespace_problem("apptainer", host, query)
         if problem is not None:
             return problem
     mounter = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
     if host.opens_fuse and mounter.exists():
         if host.proctrack not in ("linuxproc", "pgid"):  # which signal every process of a step
             return None
-        where = f"proctrack/{host.proctrack} signals {mounter}, which mounts a .sif"
-        text = f"{where}: ranks lose their files while they save"
-        return text, f"`container.extra_args=[--unsquash]`, {_FOLDER}"
-    return _fuse_problem(host, ".sif", "without squashfuse every rank unpacks the .sif at its start")
-
-
-def _enroot_problem(host: Host, query: RunCommand) -> _Problem | None:
-    without = "without squashfuse it cannot start a .sqsh (pyxis needs none)"
-    return _namespace_problem(host, query) or _fuse_problem(host, ".sqsh", without)
-
-
-def _fuse_problem(host: Host, form: str, without_squashfuse: str) -> _Problem | None:
-    """Return why this user cannot mount image files of a form, `.sif` or `.sqsh`."""
+        text = (
+            f"proctrack/{host.proctrack} signals {mounter}, which mounts a .sif: ranks lose their files while they save"
+        )
+        return warning("apptainer", text, f"`container.extra_args=[--unsquash]`, {_FOLDER}")
     if not host.opens_fuse:
-        text = f"this user may not open /dev/fuse and so cannot start a {form}"
-        return text, f"`sudo chmod 0666 /dev/fuse`, {_FOLDER}"
+        return _closed_fuse("apptainer", ".sif")
     if not host.squashfuse:
-        return without_squashfuse, f"install squashfuse, {_FOLDER}"
+        return warning("apptainer", "without squashfuse every rank unpacks the .sif at its start", _INSTALL_SQUASHFUSE)
     return None
 
 
-def _podman_problem(host: Host, query: RunCommand) -> _Problem | None:
+def _enroot_problem(host: Host, query: RunCommand) -> Check | None:
+    problem = _namespace_problem("enroot", host, query)
+    if problem is not None:
+        return problem
+    if not host.opens_fuse:
+        return _closed_fuse("enroot", ".sqsh")
+    if not host.squashfuse:
+        text = "without squashfuse it cannot start a .sqsh (pyxis needs none)"
+        return warning("enroot", text, _INSTALL_SQUASHFUSE)
+    return None
+
+
+def _closed_fuse(name: str, form: str) -> Check:
+    """Report that this user cannot mount image files of a form, `.sif` or `.sqsh`."""
+    text = f"this user may not open /dev/fuse and so cannot start a {form}"
+    return warning(name, text, f"`sudo chmod 0666 /dev/fuse`, {_FOLDER}")
+
+
+def _podman_problem(host: Host, query: RunCommand) -> Check | None:
     num_ids = 0
     for line in host.subuid.splitlines():
         match line.split(":"):  # user, first id, number of ids
@@ -181,35 +188,41 @@ def _podman_problem(host: Host, query: RunCommand) -> _Problem | None:
                 num_ids += int(count)
     if host.uid and num_ids < _SUB_IDS:
         text = f"{host.user} has no {_SUB_IDS} subordinate ids in /etc/subuid, which images need"
-        fix = f"`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {host.user}`"
-        return text, f"{fix}, then `podman system migrate`"
-    problem = _namespace_problem(host, query)
+        fix = (
+            f"`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {host.user}`,"
+            " then `podman system migrate`"
+        )
+        return warning("podman", text, fix)
+    problem = _namespace_problem("podman", host, query)
     if problem is not None:
         return problem
     if host.has_gpus and not host.cdi:
-        fix = "`sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
-        return _NO_TOOLKIT, f"install nvidia-container-toolkit, then {fix}"
+        fix = "install nvidia-container-toolkit, then `sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
+        return warning("podman", _NO_TOOLKIT, fix)
     return None
 
 
-def _namespace_problem(host: Host, query: RunCommand) -> _Problem | None:
+def _namespace_problem(name: str, host: Host, query: RunCommand) -> Check | None:
     """Test whether the user can create user namespaces, because three settings may forbid it."""
     if host.uid == 0:
         return None
     done = query(["unshare", "--user", "--map-root-user", "true"])
     if done.returncode == 0 or "No such file" in done.stderr:
         return None
-    return (
-        f"this user cannot create user namespaces ({_last_message(done)[:_MAX_DETAILS]}), which it requires",
+    error = _last_message(done)[:_MAX_DETAILS]
+    text = f"this user cannot create user namespaces ({error}), which it requires"
+    fix = (
         "an administrator can allow it: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
-        " kernel.apparmor_restrict_unprivileged_userns",
+        " kernel.apparmor_restrict_unprivileged_userns"
     )
+    return warning(name, text, fix)
 
 
 _FOLDER = "or use a folder: `hpcdist image convert --to dir`"
+_INSTALL_SQUASHFUSE = f"install squashfuse, {_FOLDER}"
 _NO_TOOLKIT = "containers get no GPUs: neither a CDI description nor NVIDIA's runtime is installed"
-#: By command: name of the runtime, arguments that print its version, and the search for a problem with its fix.
-_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], _Problem | None] | None]] = {
+#: By command: name of the runtime, arguments that print its version, and a further check, which returns a problem.
+_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], Check | None] | None]] = {
     # docker's client answers without its daemon, so the server's version is requested.
     "docker": ("docker", ["version", "--format", "{{.Server.Version}}"], _docker_problem),
     "podman": ("podman", ["--version"], _podman_problem),

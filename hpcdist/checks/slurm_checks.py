@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from hpcdist.errors import few, plural
-from hpcdist.host.check_result import Check, Level, failure, note, ok, warning
+from hpcdist.host.check_result import Check, failure, note, ok, warning
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_seconds
 
@@ -63,8 +63,11 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
         return [ok("commands", text)]
     if found.missing == NEEDED:
         text = "Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not"
-        fix = "on a cluster use a login node or `module load slurm`; for a test cluster: `sudo hpcdist devcluster up"
-        return [note("commands", text, f"{fix} --install`")]
+        fix = (
+            "on a cluster use a login node or `module load slurm`;"
+            " for a test cluster: `sudo hpcdist devcluster up --install`"
+        )
+        return [note("commands", text, fix)]
     checks = []
     if found.missing:
         text = f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail"
@@ -72,8 +75,10 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
         checks.append(failure("commands", text, fix))
     if slurm_client.NO_CONFIG in found.away:
         text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
-        fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
-        checks.append(warning("controller", text, f"{fix} its own)"))
+        fix = (
+            "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints its own)"
+        )
+        checks.append(warning("controller", text, fix))
     elif found.away:
         text = f"{found.away}: `hpcdist submit` would fail"
         checks.append(failure("controller", text, f"{_START_IT}; check SLURM_CONF"))
@@ -211,16 +216,19 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
         fix = "set launch.hang_timeout_s above the usual pause, so that suspended ranks do not count as hung"
         return note("preemption", text, fix)
     total = grace + kill_wait
-    then = "requeues the run"
-    fixes = []
-    if mode != "REQUEUE":
-        then = "does not requeue the run (PreemptMode=CANCEL)"
-        fixes.append("`hpcdist resume RUN` submits it again")
-    if total < _SAVE_S:
-        fixes.append(
-            f"a step and a checkpoint must fit into {total} s, or the steps since the newest checkpoint are lost:"
-            " set checkpoint.every_steps accordingly, or ask for a longer GraceTime"
-        )
-    text = f"{where}: SIGTERM, and SIGKILL {total} s later (GraceTime {grace} + KillWait {kill_wait}); Slurm {then}"
-    level: Level = "note" if fixes else "ok"
-    return Check(name="preemption", level=level, text=text, fix="; ".join(fixes))
+    signals = f"{where}: SIGTERM, and SIGKILL {total} s later (GraceTime {grace} + KillWait {kill_wait})"
+    is_short = total < _SAVE_S
+    save = (
+        f"a step and a checkpoint must fit into {total} s, or the steps since the newest checkpoint are lost:"
+        " set checkpoint.every_steps accordingly, or ask for a longer GraceTime"
+    )
+    if mode == "REQUEUE":
+        text = f"{signals}; Slurm requeues the run"
+        if is_short:
+            return note("preemption", text, save)
+        return ok("preemption", text)
+    text = f"{signals}; Slurm does not requeue the run (PreemptMode=CANCEL)"
+    resume = "`hpcdist resume RUN` submits it again"
+    if is_short:
+        return note("preemption", text, f"{resume}; {save}")
+    return note("preemption", text, resume)

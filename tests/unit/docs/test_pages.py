@@ -263,31 +263,36 @@ def test_rendered_code_blocks_have_no_words_for_tests() -> None:
 
 
 CHECKS = """\
-def other():
-    fix = "the fix of another check"
-
+def check(value):
+    about = "size"
+    if value < 1:
+        fix = f"raise {value}; {ADVICE}"
+        return failure(about, "it is too small", fix)
+    elif value > 9:
+        return failure(about, "it is too large", "reduce it")
+    text, fix = problem_of(value)
+    yield warning(about, text, fix)
+    fix = read_fix()
+    yield note(value.name, f"it is {text}, not a round number", fix)
+"""
+AMBIGUOUS = """\
 def check(value):
     fix = ""
     if value < 1:
-        fix = f"raise {value}"
-    elif value > 9:
-        return failure("size", "too large", "reduce it")
-    for text, why in reasons():
-        yield warning("size", text, fix)
-    yield warning("size", "too small", fix)
-    fix = "a later fix"
-    text, fix = found()
-    yield warning("size", "else", fix)
+        fix = "raise it"
+    return warning("size", "it is too small", fix)
 """
 
 
-def test_findings_have_the_fix_of_their_own_branch(tmp_path: Path) -> None:
-    path = tmp_path / "checks.py"
-    path.write_text(CHECKS)
-    rows = [line.strip() for line in findings._findings([path]).splitlines() if "size" in line]
-    assert rows == [
-        "| size | `too large` | reduce it |",
-        "| size | `too small` | raise {value} |",
-        "| size | `too small` |  |",
-        "| size | `else` |  |",
+def test_findings_have_the_fix_of_their_own_branch() -> None:
+    found = list(findings.findings_in(ast.parse(CHECKS), {"ADVICE": "see the manual"}))
+    assert found == [
+        ("size", "`it is too small`", "raise {value}; see the manual"),
+        ("size", "`it is too large`", "reduce it"),
+        ("{name}", "`it is {text}, not a round number`", "{fix}"),
     ]
+
+
+def test_a_finding_with_one_of_several_fixes_is_refused() -> None:
+    with pytest.raises(ValueError, match="line 5: fix may have several texts"):
+        list(findings.findings_in(ast.parse(AMBIGUOUS), {}))
