@@ -22,6 +22,7 @@ from hpcdist.host.log_files import say
 from hpcdist.host.ownership import is_mine, require_safe
 
 if TYPE_CHECKING:
+    from hpcdist.checkpoint.store import Manifest
     from hpcdist.review.comparison import ComparedValue
     from hpcdist.review.ledger import Ledger
     from hpcdist.run.folder import RunDir
@@ -475,24 +476,34 @@ def export(
     _refuse_weights(name)
     folder = resolve_run(name, options.runs_dir())
     stored = read_stored(folder.config)
-    monitored = stored.config.checkpoint
-
     try:
-        from hpcdist.checkpoint import export as checkpoint_export
+        from hpcdist.checkpoint import export as exporter
     except ModuleNotFoundError as error:
         raise UserMistake(f"export needs {error.name}: run {install_command('train', 'export')}") from error
-
-    chosen_format = checkpoint_export.format_of(file_format, output)
-    checkpoint_export.require_package(chosen_format)
-    chosen = checkpoint_export.find_checkpoint(folder, checkpoint, monitored)
-    if checkpoint is None and monitored.monitor not in chosen.metrics:
-        reason = f"no checkpoint has {monitored.monitor}" if monitored.monitor else "checkpoint.monitor is empty"
-        say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
+    chosen_format = exporter.format_of(file_format, output)
+    exporter.require_package(chosen_format)
+    manifest = exporter.find_checkpoint(folder, checkpoint, stored.config.checkpoint)
+    if checkpoint is None:
+        _say_if_not_best(manifest, stored.config.checkpoint.monitor)
     if output is None:
-        output = Path(f"{folder.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}")
+        output = Path(f"{folder.name}-step-{manifest.step}{exporter.SUFFIXES[chosen_format]}")
     path = output.expanduser()
-    checkpoint_export.write_model(folder, chosen, chosen_format, path, stored)
-    say(f"{path}: {_size_of(path):,} bytes, step {chosen.step} of {folder.name}")
+    exporter.write_model(folder, manifest, chosen_format, path, stored)
+    say(f"{path}: {_size_of(path):,} bytes, step {manifest.step} of {folder.name}")
+
+
+def _say_if_not_best(manifest: "Manifest", monitor: str) -> None:
+    """Print why a checkpoint, which the user has not named, is the final one instead of the best.
+
+    Args:
+        monitor: name of the metric that orders checkpoints; empty without one.
+    """
+    if monitor in manifest.metrics:
+        return
+    reason = "checkpoint.monitor is empty"
+    if monitor:
+        reason = f"no checkpoint has {monitor}"
+    say(f"the final checkpoint, step {manifest.step}: {reason}", error=True)
 
 
 def _refuse_weights(name: str) -> None:
