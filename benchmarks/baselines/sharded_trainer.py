@@ -116,65 +116,78 @@ class Contenders:
         return wait
 
 
-def train(ctx: Context, cfg: Config) -> None:
-    warnings.filterwarnings("ignore")
-    params = cfg.params
-    num_weights = params["megabytes"] * 1_000_000 // BYTES_PER_WEIGHT
-    width = int((num_weights / NUM_LAYERS) ** 0.5)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS)))
-    mesh = ctx.mesh(shard=-1)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    ctx.restore()
-    batch = torch.randn(8, width)
+class Training:
+    """A sharded model and its optimizer, which take steps on one batch.
 
-    def train_steps() -> float:
-        """Return the seconds of a step."""
-        ctx.groups.barrier()
+    Args:
+        num_bytes: of the weights and of the optimizer's state.
+    """
+
+    def __init__(self, ctx: Context, num_bytes: int) -> None:
+        self._groups = ctx.groups
+        num_weights = num_bytes // BYTES_PER_WEIGHT
+        width = int((num_weights / NUM_LAYERS) ** 0.5)
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS)))
+        mesh = ctx.mesh(shard=-1)
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self._batch = torch.randn(8, width)
+
+    def step_seconds(self) -> float:
+        """Train some steps and return the seconds of one."""
+        self._groups.barrier()
         began = time.perf_counter()
         for _ in range(STEPS_AFTER_SAVE):
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ctx.groups.barrier()
+            self.model(self._batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._groups.barrier()
         return (time.perf_counter() - began) / STEPS_AFTER_SAVE
 
-    train_steps()
+
+def measure_beside_training(training: Training, start_save: Save, number: int) -> dict[str, float]:
+    """Return the cost of a save, of this number, while the training goes on."""
+    usual = training.step_seconds()
+    reset_peak()
+    before = peak_bytes()
+    wait = start_save(number)
+    after = training.step_seconds()
+    wait()
+    return {"step_over_usual": after / usual, "peak_mb": (peak_bytes() - before) / 1e6}
+
+
+def measure_alone(ctx: Context, start_save: Save, number: int) -> dict[str, float]:
+    """Return the times of a save, of this number, while nothing else runs."""
+    cpu_began = time.process_time()
+    began = time.perf_counter()
+    wait = start_save(number)
+    stall = time.perf_counter() - began
+    wait()
+    cpu = time.process_time() - cpu_began
+    ctx.groups.barrier()
+    return {"stall_s": stall, "durable_s": time.perf_counter() - began, "cpu_s": cpu}
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Measure each kind of save in turn, and write the slowest rank's values to `rows.json`."""
+    warnings.filterwarnings("ignore")
+    params = cfg.params
     folder = Path(params["folder"])
-    contenders = Contenders(ctx, model, optimizer, folder)
+    training = Training(ctx, params["megabytes"] * 1_000_000)
+    ctx.restore()
+    training.step_seconds()  # the first steps are slower
+    contenders = Contenders(ctx, training.model, training.optimizer, folder)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contenders.kinds}
     numbers = itertools.count(1)
     for _ in range(params["rounds"] + 1):
         for name, start_save in contenders.kinds.items():
-            usual = train_steps()
-            # A save while the training goes on.
-            reset_peak()
-            before = peak_bytes()
             number = next(numbers)
-            wait = start_save(number)
-            after = train_steps()
-            wait()
-            peak = peak_bytes() - before
+            values = measure_beside_training(training, start_save, number)
             ctx.groups.barrier()
             contenders.remove_old(number)
-            # A save alone.
-            cpu_began = time.process_time()
-            began = time.perf_counter()
-            wait = start_save(next(numbers))
-            stall = time.perf_counter() - began
-            wait()
-            cpu = time.process_time() - cpu_began
-            ctx.groups.barrier()
-            durable = time.perf_counter() - began
-            values = {
-                "stall_s": stall,
-                "durable_s": durable,
-                "cpu_s": cpu,
-                "step_over_usual": after / usual,
-                "peak_mb": peak / 1e6,
-            }
+            values |= measure_alone(ctx, start_save, next(numbers))
             largest = ctx.groups.max(list(values.values()))
             rows[name].append(dict(zip(values, largest, strict=True)))
     if ctx.is_main:
