@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hpcdist.host.json_files import read_json
 from hpcdist.rank import memory_history
 from hpcdist.rank.step_timing import EventClock, HostClock, StepTimer, TimedDDP
-from hpcdist.review.explain import first_match
+from hpcdist.review.known_failures import first_match
 from hpcdist.run.folder import RunDir
 
 #: Times that the device is kept busy in each step, in seconds: before the forward pass and in it.

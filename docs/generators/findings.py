@@ -16,7 +16,8 @@ from importlib import import_module
 
 from generators.messages import has_words, placeholder, template
 from generators.tables import PACKAGE, cell, code, folded, table
-from hpcdist.review.explain import PATTERNS, WAITING
+from hpcdist.review.known_failures import PATTERNS
+from hpcdist.review.pending_job import WAITING
 
 #: The functions of hpcdist.host.check_result that create findings, without that of results without a problem.
 FUNCTIONS = ("Check", "note", "warning", "failure")

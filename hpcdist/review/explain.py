@@ -1,4 +1,4 @@
-"""Causes of a failed or waiting run (`hpcdist explain`), with the patterns of known failures."""
+"""Causes of a failed or waiting run (`hpcdist explain`)."""
 
 import re
 import time
@@ -14,18 +14,11 @@ from hpcdist.host.files import open_regular
 from hpcdist.host.json_files import read_json
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
 from hpcdist.host.ownership import stays_inside
-from hpcdist.review.facts import (
-    HOST_MEMORY_FIX,
-    JOB_ENDS,
-    LESS_MEMORY,
-    NODE_FIX,
-    AttemptFacts,
-    ends_by_slurm,
-    read_attempts,
-    read_checkpoints,
-)
+from hpcdist.review.facts import AttemptFacts, ends_by_slurm, read_attempts, read_checkpoints
+from hpcdist.review.job_ends import JOB_ENDS
+from hpcdist.review.known_failures import HANG_FIX, MEMORY_PATTERNS, Pattern, first_match
 from hpcdist.review.markdown import one_line, text_of
-from hpcdist.review.pending_job import in_numbers
+from hpcdist.review.pending_job import why_waiting
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.device_memory import DeviceMemory
 from hpcdist.run.exit_error import last_line_of
@@ -45,258 +38,13 @@ _PACKAGE = Path(hpcdist.__file__).parent
 _XID = re.compile(r" WARNING rank \d+ on (\S+: GPU \S+ reported Xid \d+)")  # of `rank/system_metrics.py`
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A known failure, with the texts by which it is recognised in logs and error messages."""
-
-    name: str
-    texts: str  #: a regular expression
-    cause: str  #: `{0}` is replaced by the first matched group of `texts`
-    fix: str
-    is_fault: bool = False  #: whether it comes from a node, device or connection, so that a restart may help
-
-
-HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the named timeout"
-
-#: Lacks of memory that the kernel's counters prove (`host/cgroups.py`).
-MEMORY_PATTERNS = (
-    Pattern(
-        "memory-of-job",
-        r"out of memory, with a limit of \S+ MiB for the (Slurm (?:step|job))",
-        "the processes of the {0} on a node needed more memory than it has there",
-        HOST_MEMORY_FIX,
-    ),
-    Pattern(
-        "memory-of-container",
-        r"out of memory, with a limit of \S+ MiB for the container",
-        "the processes of the container needed more memory than its limit",
-        f"start the container with a higher limit (`docker run --memory`), or {LESS_MEMORY}",
-    ),
-    Pattern(
-        "memory-of-group",
-        r"out of memory, with a limit of \S+ MiB for the control group",
-        "the processes needed more memory than the system allows this login or service",
-        f"raise the limit (`systemctl show --property=MemoryMax user-$(id -u).slice` shows it), or {LESS_MEMORY}",
-    ),
-    Pattern(
-        "memory-of-machine",
-        r"out of memory, since all \S+ MiB of the machine were in use",
-        "the machine's memory is exhausted, by this run or by other programs on it",
-        f"end other programs on the machine, use one with more memory, or {LESS_MEMORY}",
-    ),
-)
 #: Errors of a process that has lost a child process.
 _CHILD_LOST = re.compile(
     r"DataLoader worker|[Kk]illed|SIGKILL|BrokenProcessPool|process pool|EOFError|BrokenPipe|ConnectionReset"
     r"|(?<![\w.])-9\b"  # an exit code, and no number such as 1e-9
 )
-
-#: Ordered: the first match is reported, so causes come before their consequences.
-PATTERNS = (
-    *MEMORY_PATTERNS,
-    Pattern(
-        "cuda-out-of-memory",
-        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
-        "the GPU's memory is full",
-        "reduce data.batch_size, or set data.global_batch_size and launch.fit_batch=true, which halves its parts until"
-        " they fit; else precision.dtype=bf16, or GPUs with more memory (cluster.constraint)",
-    ),
-    Pattern(
-        "out-of-memory",
-        r"oom[-_]kill|killed by the kernel: out of memory|Out Of Memory|Out of memory: Killed process"
-        r"|exceeded (?:step|job) memory limit|can't allocate memory|Cannot allocate memory|^MemoryError|: MemoryError"
-        r"|OUT_OF_MEMORY",
-        "the host's memory, or the job's share of it, is exhausted",
-        HOST_MEMORY_FIX,
-    ),
-    Pattern(
-        "shared-memory",
-        r"DataLoader worker .*Bus error|insufficient shared memory|unable to (?:write|open).*/torch_\d+",
-        "shared memory (/dev/shm) is too small for the data workers",
-        "set data.num_workers=0, or enlarge /dev/shm (a container's --shm-size or --ipc=host)",
-    ),
-    Pattern(
-        "disk-full",
-        r"No space left on device|ENOSPC|Disk quota exceeded|unexpected pos \d+ vs \d+",
-        "a disk is full, or a quota is exceeded",
-        "free space in the named folder (`df -h`, `quota`), then `hpcdist resume`; the last checkpoint is complete",
-    ),
-    Pattern(
-        "missing-module",
-        r"ModuleNotFoundError: No module named '([\w.]+)'|ImportError: cannot import name '(\w+)'",
-        "the ranks' Python does not find {0}",
-        "install it in the nodes' environment, or start the run from the folder that contains it",
-    ),
-    Pattern(
-        "driver-too-old",
-        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient for CUDA runtime version"
-        r"|forward compatibility was attempted on non supported HW|no kernel image is available for execution",
-        "the node's NVIDIA driver does not fit this PyTorch's CUDA",
-        "install a PyTorch for an older CUDA (`pip install torch --index-url …/cuXYZ`), or update the driver",
-    ),
-    Pattern(
-        "duplicate-gpu",
-        r"Duplicate GPU detected",
-        "two ranks use one GPU, which NCCL refuses",
-        "give each rank a GPU of its own: fewer ranks (launch.num_ranks), more GPUs (cluster.gpus_per_node),"
-        " or torch.cuda.set_device(LOCAL_RANK) in a script",
-    ),
-    Pattern(
-        "no-driver",
-        r"Found no NVIDIA driver on your system|no CUDA-capable device is detected|No CUDA GPUs",
-        "the ranks see no GPU",
-        "request GPUs (cluster.gpus_per_node), or set launch.device=cpu",
-    ),
-    Pattern(
-        "gpu-lost",
-        r"CUDA-capable device\(s\) is/are busy or unavailable|GPU is lost|GPU has fallen off the bus"
-        r"|uncorrectable (?:ECC|NVLink) error",
-        "a GPU of the named rank is lost, or another program has it for itself",
-        f"check the node (`nvidia-smi`, `dmesg | grep Xid`); {NODE_FIX}",
-        is_fault=True,
-    ),
-    Pattern(
-        "port-taken",
-        r"is not rank 0 of this attempt|does another program listen on this port|rank 0 cannot listen on",
-        "another program uses rank 0's port",
-        "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
-        is_fault=True,
-    ),
-    Pattern(
-        "port-of-the-code",
-        r"EADDRINUSE|[Aa]ddress already in use",
-        "the code listens on a port that another process uses, such as another rank with the same code",
-        "start a script that starts its own ranks once: launch.num_ranks=1, on Slurm cluster.nodes=1 and"
-        " cluster.tasks_per_node=1; else take the port from MASTER_PORT, which each attempt changes, not a fixed one",
-        is_fault=True,
-    ),
-    Pattern(
-        "node-failure",
-        r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)",
-        "a node failed: {0}",
-        NODE_FIX,
-        is_fault=True,
-    ),
-    Pattern("time-limit", r"DUE TO TIME LIMIT", *JOB_ENDS["TIMEOUT"]),
-    Pattern(
-        "preempted",
-        r"DUE TO PREEMPTION",
-        "a job of higher priority took the nodes",
-        "none if Slurm requeues the job; otherwise `hpcdist resume` goes on from the newest checkpoint",
-    ),
-    Pattern(
-        "no-program",
-        r"(?:execve\(\)|exec): (\S+): (?:No such file or directory|not found)",
-        "the node does not find {0}",
-        "the environment, the image and runs_dir must be visible on each node under the same path; a program without a"
-        " path must be on the PATH that the job has (cluster.setup)",
-    ),
-    Pattern(
-        "step-not-started",
-        r"Unable to create step for job \d+: Requested nodes are busy|step creation (?:temporarily|still) disabled"
-        r"|step \S+ \(attempt-\d+\) does not end",
-        "Slurm did not start the ranks: another step holds the job's resources, or a node does not launch tasks",
-        "`squeue --steps --jobs=JOB` shows the job's steps; launch.init_timeout_s gives more time",
-    ),
-    Pattern(
-        "not-started",
-        r"(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)",
-        "the ranks were not started in time: a node is busy, or reads torch slowly; a node of Slurm may also not launch"
-        " tasks",
-        "launch.init_timeout_s gives more time; in a job, `squeue --steps --jobs=JOB` shows whether the step has begun",
-    ),
-    Pattern(
-        "revoked",
-        r"Job credential revoked|launch failed requeued held|Unable to create step for job",
-        "Slurm could not start the job's processes on the node",
-        "`hpcdist resume` submits the job again; if the error returns, cluster.exclude avoids the node",
-    ),
-    Pattern(
-        "hang",
-        r"made no progress for launch\.hang_timeout_s|did not save and exit within launch\.stop_grace_s",
-        "the ranks hung",
-        HANG_FIX,
-        is_fault=True,
-    ),
-    Pattern(
-        "collective-timeout",
-        r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for \w+ operation|Socket Timeout"
-        r"|collective operation.* timed out|wait timeout after \d+ms",
-        "a collective operation timed out: a rank did not take part",
-        "inspect the missing rank: it hangs, or its code called other collectives (py-spy, NCCL_DEBUG=INFO)",
-        is_fault=True,
-    ),
-    Pattern(
-        "unreachable",
-        r"cannot reach the master at|could not connect to the other ranks at|The client socket has timed out",
-        "the ranks could not connect to each other",
-        "check the network between the nodes (firewall, GLOO_SOCKET_IFNAME); launch.init_timeout_s gives more time",
-        is_fault=True,
-    ),
-    Pattern(
-        "peer-lost",
-        r"Connection (?:closed|reset) by peer|Broken pipe|nccl(?:Remote|System)Error",
-        "the ranks lost their connection, and none of them reported another cause",
-        "see the ranks' logs, and check the network between the nodes",
-        is_fault=True,
-    ),
-    Pattern(
-        "killed",
-        r"was killed by SIGKILL",
-        "the rank was killed from outside: by the kernel when memory runs out, or by a user or program",
-        "run `dmesg -T | grep -i oom` on that host; " + HOST_MEMORY_FIX,
-    ),
-    Pattern(
-        "crashed",
-        r"was killed by (SIG(?:SEGV|BUS|ILL|ABRT|FPE))|(Segmentation fault)|(Bus error)",
-        "native code crashed ({0})",
-        "check C libraries and the size of shared memory; PYTHONFAULTHANDLER=1 in launch.env shows the stack",
-    ),
-)
-
 #: "Signal" of a job that Slurm ends because it cannot create the job's output file.
 UNCREATED_OUTPUT = 53
-_LESS_FIX = "wait, or request fewer nodes or a shorter cluster.time_limit_min"
-#: Slurm's reasons for a pending job: meaning, and how to shorten the wait.
-WAITING = {
-    "Priority": ("jobs of higher priority run first", _LESS_FIX),
-    "Resources": ("no suitable nodes are free", _LESS_FIX),
-    "BeginTime": ("its requested start time is in the future, or Slurm has just requeued it", "wait"),
-    "Dependency": ("it waits for another job", "wait; `scontrol show job` names it"),
-    "DependencyNeverSatisfied": ("the job that it depends on has failed", "cancel it and submit it again"),
-    "JobHeldUser": ("the user holds it", "`scontrol release` releases it"),
-    "JobHeldAdmin": ("an administrator holds it", "contact the administrators"),
-    "PartitionTimeLimit": ("the partition allows less time", "reduce cluster.time_limit_min and submit again"),
-    "PartitionNodeLimit": ("the partition allows fewer nodes", "reduce cluster.nodes and submit again"),
-    "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),
-    "ReqNodeNotAvail, Reserved for maintenance": (
-        "a maintenance begins before the job could end",
-        "a cluster.time_limit_min that ends before it starts the job now (a run requeues itself); otherwise wait",
-    ),
-    "ReqNodeNotAvail": ("requested nodes are down or reserved", "wait, or relax cluster.constraint or cluster.exclude"),
-    "Nodes required for job are DOWN": (
-        "too few suitable nodes are up and not reserved",
-        "wait, or request fewer nodes; `sinfo -R` shows why nodes are down",
-    ),
-    "Reservation": (
-        "its reservation has not begun, or is in use",
-        "wait; `scontrol show reservation` shows its begin and its nodes",
-    ),
-    "PartitionConfig": ("the partition never has enough such nodes", "reduce cluster.nodes and submit again"),
-    "JobArrayTaskLimit": ("the sweep's limit of parallel cells is reached", "wait, or raise --array-parallelism"),
-    "launch failed requeued held": ("its start failed on a node, so Slurm holds it", "`scontrol release` retries it"),
-}
-
-
-def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
-    """Return the first pattern that any line matches, and the index of that line."""
-    searched = list(lines)
-    for pattern in PATTERNS:
-        search = re.compile(pattern.texts).search
-        for index, line in enumerate(searched):
-            if search(line):
-                return pattern, index
-    return None
 
 
 def quote(line: str) -> str:
@@ -481,20 +229,16 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     state = now.state
     job = now.facts
     if now.name == "queued":
-        if job is None:
+        if job is None or not job.reason:
             return None
-        numbers = in_numbers(job, time.time())
-        if numbers is not None:
-            cause, fix = numbers
-            return Finding(cause=cause, fix=fix)
-        return _of_waiting(job.reason)
+        cause, fix = why_waiting(job, time.time())
+        return Finding(cause=cause, fix=fix)
     if now.name == "running":
         return _last_failure(run, state)
     if job is not None:
         end = _end_by_slurm(run, now, job)
         if end:
-            cause, fix = JOB_ENDS[end]
-            return Finding(cause=cause, evidence=f"Slurm: {job.sentence()}", fix=fix or continuation(run))
+            return _of_job_end(run, end, f"Slurm: {job.sentence()}")
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
     if not now.is_lost:
@@ -502,19 +246,10 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     return _of_end(run, state, "") or Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
 
 
-def _of_waiting(reason: str) -> Finding | None:
-    """Return the meaning of Slurm's reason for a pending job; None without a reason."""
-    if not reason:
-        return None
-    # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`, by squeue with spaces
-    words = re.sub(r",\s*", ", ", reason.replace("_", " "))
-    meaning, fix = WAITING.get(words) or WAITING.get(words.partition(",")[0]) or ("", "")
-    if not meaning and reason.startswith(("Assoc", "QOS")):
-        meaning = "a limit of the account or quality of service is reached"
-        fix = "wait, or request fewer resources"
-    if not meaning:
-        return Finding(cause=reason, fix=fix)
-    return Finding(cause=f"{meaning} ({reason})", fix=fix)
+def _of_job_end(run: RunDir, end: str, evidence: str = "") -> Finding:
+    """Return the state with which Slurm has ended the job, a key of JOB_ENDS, as the cause."""
+    cause, fix = JOB_ENDS[end]
+    return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
 
 
 def _last_failure(run: RunDir, state: State) -> Finding | None:
@@ -564,8 +299,7 @@ def explain_failure(run: RunDir, state: State) -> Finding | None:
             return memory
     start = ends_by_slurm(run).get(state.attempt)
     if start is not None and start.state in JOB_ENDS and start.state != "CANCELLED":
-        cause, fix = JOB_ENDS[start.state]
-        return Finding(cause=cause, evidence=f"Slurm ended the job: {start.state}", fix=fix or continuation(run))
+        return _of_job_end(run, start.state, f"Slurm ended the job: {start.state}")
     without = Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
     return _of_end(run, state, state.reason) or without
 
@@ -701,8 +435,7 @@ def read_faults(run: RunDir, attempts: Sequence[AttemptFacts]) -> dict[int, Find
         elif start.state in ("PREEMPTED", "CANCELLED"):
             continue
         elif start.state in JOB_ENDS:
-            cause, fix = JOB_ENDS[start.state]
-            finding = Finding(cause=cause, fix=fix)
+            finding = _of_job_end(run, start.state)
         faults[facts.number] = finding
     return faults
 
@@ -843,11 +576,7 @@ def _of_logs(run: RunDir, paths: Iterable[Path], ignored: Sequence[str] = ()) ->
 
 
 def _known(pattern: Pattern, line: str, evidence: str) -> Finding:
-    match = re.search(pattern.texts, line)
-    named = ""
-    if match is not None:
-        named = next(filter(None, match.groups()), "")
-    return Finding(cause=pattern.cause.format(named).rstrip(": "), evidence=evidence, fix=pattern.fix)
+    return Finding(cause=pattern.cause_in(line), evidence=evidence, fix=pattern.fix)
 
 
 def _batch_logs(run: RunDir) -> list[Path]:

@@ -1,5 +1,6 @@
-"""The limit or the reservation that keeps a job in the queue, in numbers, from Slurm."""
+"""Why a job waits in the queue: the meaning of Slurm's reason, and the limit or the reservation behind it."""
 
+import re
 from collections.abc import Sequence
 
 from hpcdist.config.slurm_notation import expand
@@ -10,9 +11,59 @@ from hpcdist.slurm.reservations import clock, first_in_the_way
 
 #: Beginnings of Slurm's reasons for which a reservation may be the cause.
 _MAY_BE_RESERVED = ("ReqNodeNotAvail", "Resources", "Priority", "Nodes_required", "Nodes required")
+_LESS_FIX = "wait, or request fewer nodes or a shorter cluster.time_limit_min"
+#: Slurm's reasons for a pending job: meaning, and how to shorten the wait.
+WAITING = {
+    "Priority": ("jobs of higher priority run first", _LESS_FIX),
+    "Resources": ("no suitable nodes are free", _LESS_FIX),
+    "BeginTime": ("its requested start time is in the future, or Slurm has just requeued it", "wait"),
+    "Dependency": ("it waits for another job", "wait; `scontrol show job` names it"),
+    "DependencyNeverSatisfied": ("the job that it depends on has failed", "cancel it and submit it again"),
+    "JobHeldUser": ("the user holds it", "`scontrol release` releases it"),
+    "JobHeldAdmin": ("an administrator holds it", "contact the administrators"),
+    "PartitionTimeLimit": ("the partition allows less time", "reduce cluster.time_limit_min and submit again"),
+    "PartitionNodeLimit": ("the partition allows fewer nodes", "reduce cluster.nodes and submit again"),
+    "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),
+    "ReqNodeNotAvail, Reserved for maintenance": (
+        "a maintenance begins before the job could end",
+        "a cluster.time_limit_min that ends before it starts the job now (a run requeues itself); otherwise wait",
+    ),
+    "ReqNodeNotAvail": ("requested nodes are down or reserved", "wait, or relax cluster.constraint or cluster.exclude"),
+    "Nodes required for job are DOWN": (
+        "too few suitable nodes are up and not reserved",
+        "wait, or request fewer nodes; `sinfo -R` shows why nodes are down",
+    ),
+    "Reservation": (
+        "its reservation has not begun, or is in use",
+        "wait; `scontrol show reservation` shows its begin and its nodes",
+    ),
+    "PartitionConfig": ("the partition never has enough such nodes", "reduce cluster.nodes and submit again"),
+    "JobArrayTaskLimit": ("the sweep's limit of parallel cells is reached", "wait, or raise --array-parallelism"),
+    "launch failed requeued held": ("its start failed on a node, so Slurm holds it", "`scontrol release` retries it"),
+}
 
 
-def in_numbers(job: JobInfo, now: float) -> tuple[str, str] | None:
+def why_waiting(job: JobInfo, now: float) -> tuple[str, str]:
+    """Return why a pending job with a reason of Slurm waits, and how to shorten the wait, which may be empty.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    numbers = _in_numbers(job, now)
+    if numbers is not None:
+        return numbers
+    # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`, by squeue with spaces
+    words = re.sub(r",\s*", ", ", job.reason.replace("_", " "))
+    meaning, fix = WAITING.get(words) or WAITING.get(words.partition(",")[0]) or ("", "")
+    if not meaning and job.reason.startswith(("Assoc", "QOS")):
+        meaning = "a limit of the account or quality of service is reached"
+        fix = "wait, or request fewer resources"
+    if not meaning:
+        return job.reason, fix
+    return f"{meaning} ({job.reason})", fix
+
+
+def _in_numbers(job: JobInfo, now: float) -> tuple[str, str] | None:
     """Return the limit or reservation for which a pending job waits, and what to do; None for other reasons.
 
     It is also None if Slurm does not answer.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpcdist.host.cgroups import MemoryKill
+from hpcdist.review.known_failures import first_match
 from hpcdist.run.exit_error import without_last_line
 
 #: `child_killed`: the ranks have ended with success, but without one of their child processes.
@@ -189,8 +190,6 @@ def _reported_failure(rank: int, outcome: Mapping[str, Any]) -> Failure:
 
 def _is_known_fault(error: str) -> bool:
     """Return whether the text of an error is that of a fault of a node, device or connection."""
-    from hpcdist.review.explain import first_match  # only failures need its many imports
-
     match = first_match(error.splitlines())
     if match is None:
         return False

@@ -12,7 +12,8 @@ import pytest
 
 import hpcdist
 from hpcdist.host.json_files import write_json
-from hpcdist.review.explain import PATTERNS, explain, explain_attempt, first_match
+from hpcdist.review.explain import explain, explain_attempt
+from hpcdist.review.known_failures import PATTERNS, first_match
 from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
