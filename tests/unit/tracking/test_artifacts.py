@@ -22,7 +22,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.host.json_files import read_json
 from hpcdist.review import facts
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import artifacts, delivery
+from hpcdist.tracking import artifacts, uploads
 from hpcdist.tracking.artifacts import move_best
 from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.mlflow_client import MlflowRun
@@ -174,14 +174,14 @@ def test_many_artifacts_delay_neither_metrics_nor_the_state(scene: Scene, monkey
         save(self, folder)
 
     monkeypatch.setattr(SentFiles, "save", count_and_save)
-    monkeypatch.setattr(delivery, "PASS_S", 0.0)
+    monkeypatch.setattr(uploads, "ARTIFACTS_S", 0.0)
     live = scene.shipper()
     live.ship_once()
     live.ship_once()
     assert "samples/001.txt" in live.uploads.sent_files.artifacts
     assert "samples/002.txt" not in live.uploads.sent_files.artifacts
-    monkeypatch.setattr(delivery, "PASS_S", 1e9)
-    monkeypatch.setattr(delivery, "SAVE_S", 1e9)
+    monkeypatch.setattr(uploads, "ARTIFACTS_S", 1e9)
+    monkeypatch.setattr(uploads, "SAVE_S", 1e9)
     del saves[:]
     scene.state(status="finished", ended=2e9)
     live.ship_once()
@@ -279,7 +279,7 @@ def test_process_that_overtakes_another_is_compared_again(
 @pytest.fixture(autouse=True)
 def _every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for checkpoints in each pass, also of a running run."""
-    monkeypatch.setattr(delivery, "CHECKPOINTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(uploads, "CHECKPOINTS_INTERVAL_S", 0.0)
 
 
 def save(scene: Scene, step: int, *, text: str = "weights", **metrics: float | None) -> Path:

@@ -19,10 +19,11 @@ from hpcdist.host.json_files import write_json
 from hpcdist.review import report
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery
-from hpcdist.tracking.delivery import LedgerMetrics, ReportWriter
 from hpcdist.tracking.journal import SentFacts, SentFiles, state_key
+from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun
+from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.sent_points import SentPoints
 
 
