@@ -243,6 +243,8 @@ _COLUMNS = 240
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
+    """A drawn chart of a report."""
+
     title: str
     figure: Markup
     note: str = ""  #: about points that it cannot show

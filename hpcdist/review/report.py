@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -21,7 +21,7 @@ from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, toge
 from hpcdist.review.markdown import text_of
 from hpcdist.review.metric_series import ATTEMPT, Series
 from hpcdist.review.ranking import ReadLastValues
-from hpcdist.review.sweep_charts import SweepChart, image_of, sweep_charts
+from hpcdist.review.sweep_charts import sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import RUN_LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
@@ -95,7 +95,7 @@ def render_sweep(
     sweep: SweepDir,
     facts: SweepFacts,
     spent: Mapping[str, Ledger],
-    drawn: Sequence[SweepChart],
+    drawn: Mapping[str, charts.Chart],
     *,
     with_links: bool = True,
 ) -> str:
@@ -124,20 +124,25 @@ def render_sweep(
         "verdicts": facts.against_best,
         "ledger": together(spent.values()),
         "setup": sweep_setup(facts, sweep),
-        "charts_of_sweep": drawn,
+        "charts_of_sweep": drawn.values(),
     }
     return environment().get_template("sweep.html").render(content)
 
 
-def charts_of(sweep: SweepDir, facts: SweepFacts, spent: Mapping[str, Ledger], read: ReadSeries) -> list[SweepChart]:
-    """Return the charts of a sweep, without the curves of cells whose files cannot be read."""
+def charts_of(
+    sweep: SweepDir, facts: SweepFacts, spent: Mapping[str, Ledger], read: ReadSeries
+) -> dict[str, charts.Chart]:
+    """Return the charts of a sweep, see `sweep_charts`, without the curves of cells whose files cannot be read."""
     series = {run.name: readable(partial(read, run)) or {} for run in sweep.cells()}
     return sweep_charts(facts, series, spent)
 
 
-def as_image(chart: SweepChart) -> str:
-    """Return a chart as an SVG file in the style of the report."""
-    return image_of(chart.figure, environment().get_template("style.css").render())
+def as_image(chart: charts.Chart) -> str:
+    """Return a chart as an SVG file, which needs the style sheet of the report in itself."""
+    style = environment().get_template("style.css").render()
+    background = f'<style>{style}</style><rect width="100%" height="100%" style="fill:var(--page)"/>'
+    head, _, content = str(chart.figure).partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg">{background}{content}'
 
 
 def render_report(run: RunDir, read: ReadSeries) -> str:

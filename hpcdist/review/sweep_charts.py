@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from markupsafe import Markup
 
-from hpcdist.review.charts import line_chart
+from hpcdist.review.charts import Chart, line_chart
 from hpcdist.review.ledger import Ledger
 from hpcdist.review.metric_series import Series
 from hpcdist.review.svg import (
@@ -37,17 +37,10 @@ _X_MARGIN = 0.05
 _MAX_STEPS = 240
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepChart:
-    name: str  #: of its file: `curves`, `cost`, or the swept key
-    title: str
-    figure: Markup
-
-
 def sweep_charts(
     facts: SweepFacts, series: Mapping[str, Mapping[str, Series]], spent: Mapping[str, Ledger]
-) -> list[SweepChart]:
-    """Return the charts of a sweep that have at least two different points.
+) -> dict[str, Chart]:
+    """Return the charts of a sweep that have at least two different points, by `curves`, `cost` and the swept keys.
 
     Args:
         series: of each cell by its name, the logged points by metric.
@@ -55,17 +48,17 @@ def sweep_charts(
     """
     rows = facts.ranking.rows[:MAX_SETTINGS]
     colours = {row.best.name: colour_of(index) for index, row in enumerate(rows)}
-    charts = []
+    charts = {}
     figure = curves(facts, series, colours)
     if figure:
-        charts.append(SweepChart(name="curves", title=f"{facts.monitor} over the steps", figure=figure))
+        charts["curves"] = Chart(title=f"{facts.monitor} over the steps", figure=figure)
     for key in facts.keys:
         figure = key_chart(facts, key)
         if key != REPETITION and figure:
-            charts.append(SweepChart(name=key, title=f"{facts.monitor} against {key}", figure=figure))
+            charts[key] = Chart(title=f"{facts.monitor} against {key}", figure=figure)
     figure = cost_chart(facts, spent, colours)
     if figure:
-        charts.append(SweepChart(name="cost", title=f"{facts.monitor} against the cost", figure=figure))
+        charts["cost"] = Chart(title=f"{facts.monitor} against the cost", figure=figure)
     return charts
 
 
@@ -219,14 +212,3 @@ def _with_others(colours: Mapping[str, str], num_all: int) -> dict[str, str]:
     if names and num_all > len(names):
         names[f"{num_all - len(names)} more"] = OTHER_COLOUR
     return names
-
-
-def image_of(figure: Markup, style: str) -> str:
-    """Return a chart as an SVG file, which needs the style sheet of the page in itself.
-
-    Args:
-        style: the content of `templates/style.css`.
-    """
-    background = f'<style>{style}</style><rect width="100%" height="100%" style="fill:var(--page)"/>'
-    head, _, content = str(figure).partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg">{background}{content}'

@@ -124,8 +124,8 @@ class ParentRun:
             drawn = charts_of(self._sweep, facts, spent, read_series)
             # Links to the reports of the cells would be broken in MLflow.
             files = {"report.html": render_sweep(self._sweep, facts, spent, drawn, with_links=False)}
-            for chart in drawn:
-                files[f"charts/{chart.name}.svg"] = as_image(chart)
+            for name, chart in drawn.items():
+                files[f"charts/{name}.svg"] = as_image(chart)
             write_atomic(self._sweep.report, render_sweep(self._sweep, facts, spent, drawn))
         with translated(opened.uri):
             for name, text in files.items():

@@ -261,7 +261,8 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
     keys.remove("seed")
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells[1:]})
     spent = ledgers_of(sweep.cells())
-    without_seeds = render_sweep(sweep, read_sweep_facts(sweep, sweep.read_state(), read_last_values), spent, [])
+    facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
+    without_seeds = render_sweep(sweep, facts, spent, {})
     assert "<h2>Settings</h2>" not in without_seeds
     assert without_seeds.count("★ ") == 1
     assert "Each verdict is about one difference" in without_seeds

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.metric_series import Series
 from hpcdist.review.report import as_image
-from hpcdist.review.sweep_charts import SweepChart, sweep_charts
+from hpcdist.review.sweep_charts import sweep_charts
 from hpcdist.review.sweep_facts import CellFacts, SweepFacts
 from hpcdist.run.folder import State
 
@@ -37,7 +37,7 @@ def drawn(facts: SweepFacts, series: Mapping[str, Any] | None = None, hours: Seq
     for index, number in enumerate(hours):
         entry = Entry(cause="compute", attempt=1, node="n1", seconds=3600 * number)
         spent[f"c{index}"] = Ledger(entries=(entry,))
-    return {chart.name: str(chart.figure) for chart in sweep_charts(facts, series or {}, spent)}
+    return {name: str(chart.figure) for name, chart in sweep_charts(facts, series or {}, spent).items()}
 
 
 def count(figure: str, element: str) -> int:
@@ -140,8 +140,7 @@ def test_without_two_values_nothing_is_drawn() -> None:
 
 def test_image_is_a_file_with_a_size_and_its_colours() -> None:
     facts = sweep_of([({"optim.lr": lr, "model": "<b>"}, lr) for lr in (0.1, 0.2)])
-    (chart,) = (chart for chart in sweep_charts(facts, {}, {}) if chart.name == "optim.lr")
-    assert isinstance(chart, SweepChart)
+    chart = sweep_charts(facts, {}, {})["optim.lr"]
     image = ElementTree.fromstring(as_image(chart))
     assert image.tag == "{http://www.w3.org/2000/svg}svg"
     assert int(image.attrib["width"]) > int(image.attrib["height"]) > 0
