@@ -119,5 +119,5 @@ def test_sweep_over_printed_values_is_ranked_and_drawn(sweep: SweepDir) -> None:
         ("lr=0.3", 2.0, 40),
     ]
     drawn = charts_of(sweep, facts, {}, read_series)
-    assert [chart.title for chart in drawn] == ["val/loss over the steps", "val/loss against params.lr"]
-    assert str(drawn[0].figure).count("<polyline") == 3
+    assert [chart.title for chart in drawn.values()] == ["val/loss over the steps", "val/loss against params.lr"]
+    assert str(drawn["curves"].figure).count("<polyline") == 3
