@@ -280,7 +280,7 @@ def test_names_values_and_files_with_any_characters(scene: Scene, caplog: pytest
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the runs whose report was written, which grow."""
     found: list[str] = []
-    monkeypatch.setattr(report, "write_report", lambda run, series: found.append(run.name))
+    monkeypatch.setattr(report, "write_report", lambda run, series, last_values: found.append(run.name))
     return found
 
 
@@ -319,7 +319,7 @@ def test_report_is_written_after_state_changes_and_in_intervals(
 def test_failure_of_a_report_is_logged_once(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(run: RunDir, series: object) -> None:
+    def fail(run: RunDir, series: object, last_values: object) -> None:
         raise ZeroDivisionError("in a chart")
 
     monkeypatch.setattr(report, "write_report", fail)
