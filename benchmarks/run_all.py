@@ -158,6 +158,11 @@ BENCHMARKS = (
         (
             Figure("FSDP2 state: stall over `dcp.save`", ("ratios", "stall over dcp.save"), target=0.25),
             Figure("FSDP2 state: stall over `dcp.async_save`", ("ratios", "stall over dcp.async_save"), target=1.0),
+            Figure(
+                "FSDP2 state: processor time of the stall over `dcp.async_save`",
+                ("ratios", "stall_cpu over dcp.async_save"),
+                target=1.0,
+            ),
             Figure("FSDP2 state: time until durable over `dcp.save`", ("ratios", "durable over dcp.save"), target=1.0),
             Figure("FSDP2 state: three steps after a save", ("rows", "hpcdist", "step_over_usual"), target=1.3),
             Figure("the same: `dcp.async_save`", ("rows", "dcp.async_save", "step_over_usual")),

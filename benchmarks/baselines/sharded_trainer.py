@@ -161,13 +161,16 @@ def measure_beside_training(training: Training, start_save: Save, number: int) -
 def measure_alone(ctx: Context, start_save: Save, number: int) -> dict[str, float]:
     """Return the times of a save, of this number, while nothing else runs."""
     cpu_began = time.process_time()
+    own_cpu_began = time.thread_time()
     began = time.perf_counter()
     wait = start_save(number)
     stall = time.perf_counter() - began
+    stall_cpu = time.thread_time() - own_cpu_began
     wait()
     cpu = time.process_time() - cpu_began
     ctx.groups.barrier()
-    return {"stall_s": stall, "durable_s": time.perf_counter() - began, "cpu_s": cpu}
+    durable = time.perf_counter() - began
+    return {"stall_s": stall, "stall_cpu_s": stall_cpu, "durable_s": durable, "cpu_s": cpu}
 
 
 def train(ctx: Context, cfg: Config) -> None:
