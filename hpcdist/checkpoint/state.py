@@ -270,7 +270,9 @@ class PendingShards:
 def load_weights(path: Path | str) -> dict[str, Tensor]:
     """Return the model's state dict from one checkpoint folder, in host memory, for use in a single process.
 
-    Keys are the names in the bare model, whichever trainer saved it; shards of several ranks are merged.
+    Keys are the names in the bare model, whichever trainer saved it; shards of several ranks are merged. The result
+    needs memory for the weights once. `load_state_dict(weights, assign=True)` takes its tensors into a model, which may
+    be on the device `meta`, instead of copying them.
 
     Args:
         path: a checkpoint folder, such as `runs/digits/first/checkpoints/step-00001200`, or a copy of one.
