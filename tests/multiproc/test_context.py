@@ -265,13 +265,8 @@ def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
     with open_context(here, RunDir(path), CONFIG) as ctx:
         net, optimizer = sharded_model(seed=1)
         losses(net, optimizer, 2)
-        if here.rank == 0:
-            with pytest.raises(
-                CheckpointError, match=r"sharded over ranks \(DTensor\), but rank 1 passes no shard: pass"
-            ):
-                ctx.save(1, model=net, trainer={})
-        else:
-            ctx.save(1, model=None, trainer={})
+        with pytest.raises(CheckpointError, match=r"sharded over ranks \(DTensor\), but rank 1 passes no shard: pass"):
+            ctx.save(1, model=net if here.rank == 0 else None, trainer={})
         ctx.save(2, model=net, trainer={"optimizer": get_optimizer_state_dict(net, optimizer)})
         weights = {name: full(value) for name, value in net.state_dict().items()}
         expected = losses(net, optimizer, 2)
