@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from urllib.parse import quote
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import duration, few, plural
+from hpcdist.review import markdown
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts, lost_text
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.markdown import (
@@ -25,6 +27,7 @@ from hpcdist.review.markdown import (
 )
 from hpcdist.review.svg import number
 from hpcdist.review.uncertainty import RUN_LEGEND
+from hpcdist.run.figures import Text
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import text_of
 from hpcdist.run.training_record import DatasetRecord
@@ -37,6 +40,11 @@ _MAX_NODES = 8
 _MAX_OVERRIDES = 30
 #: Files with uncommitted changes that are named.
 _MAX_CHANGED = 8
+#: Lines of a text that a trainer has written.
+_MAX_SAMPLE_LINES = 20
+_TAB_SIZE = 4
+#: Shown for a character that is not printed.
+_UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 #: Characters of the value of an override.
 _MAX_VALUE = 100
 
@@ -415,6 +423,8 @@ def _sections(
     result = list(_result(facts))
     if result:
         yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
+    if facts.texts:
+        yield "### Sample\n\n" + "\n\n".join(_sample(text) for text in facts.texts)
     if facts.attempts:
         yield "### Attempts\n\n" + _attempts(facts, num_attempts)
     if ledger.entries:
@@ -452,6 +462,19 @@ def _first_lines(facts: RunFacts, ledger: Ledger, finding: "Finding | None") -> 
     if facts.state.status in ("failed", "stopped", "cancelled"):
         return status + result
     return result + status
+
+
+def _sample(figure: Text) -> str:
+    """Return a text that a trainer has written as a block of code, in which nothing of it is Markdown or HTML."""
+    lines: list[str] = []
+    for line in markdown.text_of(figure.text).splitlines():
+        # A character such as NUL, which some databases refuse, or one that reverses the order of those after it.
+        shown = "".join(char if char.isprintable() else _UNPRINTABLE for char in line.expandtabs(_TAB_SIZE))
+        lines += textwrap.wrap(shown, MAX_LINE, drop_whitespace=False) or [""]
+    if len(lines) > _MAX_SAMPLE_LINES:
+        lines = [*lines[:_MAX_SAMPLE_LINES], "…"]
+    text = "\n".join(lines)
+    return f"{escaped(figure.title)}, step {figure.step:,}:\n\n{_block(text, 'text')}"
 
 
 #: Several hosts cannot write to a database on a shared file system.

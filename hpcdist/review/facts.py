@@ -26,6 +26,7 @@ from hpcdist.run import checkpoint_files, config_origin, run_parameters
 from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
 from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, complete_checkpoints
 from hpcdist.run.config_origin import Override, read_origin
+from hpcdist.run.figures import Text
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 from hpcdist.run.job_record import JobStart, all_job_starts, start_at
 from hpcdist.run.reached_steps import done_step, lost_steps
@@ -366,6 +367,7 @@ class RunFacts:
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
     speeds: Mapping[str, float] = field(default_factory=dict)  #: see `median_speeds`
+    texts: tuple[Text, ...] = ()  #: the newest ones that the trainer has written, such as a sample of a language model
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
     script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last

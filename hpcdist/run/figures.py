@@ -126,6 +126,12 @@ def read_figures(artifacts: Path) -> tuple[list[Figure], list[str]]:
     return figures, problems
 
 
+def read_texts(artifacts: Path) -> tuple[Text, ...]:
+    """Return the texts among the figures of a run."""
+    figures, _ = read_figures(artifacts)
+    return tuple(figure for figure in figures if isinstance(figure, Text))
+
+
 def _is_regular(figure: Figure) -> bool:
     """Return whether the numbers of a figure fit its names, and whether the report can draw all of them."""
     match figure:

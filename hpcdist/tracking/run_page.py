@@ -14,6 +14,7 @@ from hpcdist.review.description import describe
 from hpcdist.review.facts import RunFacts, interruptions, lost_text, read_facts
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.review.metric_series import median_speeds
+from hpcdist.run.figures import read_texts
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.mlflow_names import clean_metric_name
 from hpcdist.run.training_record import DatasetRecord
@@ -63,7 +64,7 @@ class RunPage:
         if status == self._shown and now < self._next:
             return sent
         with as_tracking_error():
-            facts = read_facts(self._run, state)
+            facts = replace(read_facts(self._run, state), texts=read_texts(self._run.artifacts))
             if state.status in ENDED:  # a long journal takes seconds
                 facts = replace(facts, speeds=median_speeds(read_series(self._run)))
             ledger = read_ledger(self._run)

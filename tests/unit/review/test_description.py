@@ -23,6 +23,7 @@ from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.markdown import Markdown, escaped, table, with_code
 from hpcdist.review.sweep_facts import CellFacts, SweepFacts, describe_sweep
 from hpcdist.run.config_origin import Override
+from hpcdist.run.figures import Text
 from hpcdist.run.folder import State
 from hpcdist.run.training_record import DatasetRecord
 
@@ -316,6 +317,19 @@ def test_text_of_users_has_no_meaning_in_markdown() -> None:
     assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [
         "0 s", "0.42 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
     ]  # fmt: skip
+
+
+def test_newest_sample_of_a_trainer_is_a_block_of_code() -> None:
+    text = "Once </code><b>\x00</b>\n```\n# top\n\tx\u202ey" + "\n" * 20 + "z"
+    described_run = described(replace(FACTS, texts=(Text(title="a *text*", text=text, step=1200),)))
+    section = described_run.partition("### Sample\n\n")[2].partition("\n\n### ")[0]
+    begin = "a *text*, step 1,200:\n\n```text\nOnce </code><b>\ufffd</b>\n'''\n# top\n    x\ufffdy\n"
+    assert section == begin + "\n" * 16 + "…\n```"
+
+    long = Text(title="t", text="x" * 1000, step=1)
+    lines = described(replace(FACTS, texts=(long,))).partition("```text\n")[2].partition("\n```")[0].splitlines()
+    assert max(map(len, lines)) == 80
+    assert "".join(lines) == "x" * 600 + "…"
 
 
 def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:

@@ -14,6 +14,7 @@ from hpcdist.review.facts import AttemptFacts, CheckpointFacts, read_facts
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.run.attempt_times import Cause
 from hpcdist.run.config_origin import PLAIN_SCRIPT, Origin, write_origin
+from hpcdist.run.figures import Text, write_figure
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 from hpcdist.tracking import run_page
@@ -135,3 +136,14 @@ def test_summary_tags_have_result_cost_and_interruptions(scene: Scene) -> None:
         "hpcdist.interruptions": "1: x; 2: x; 3: x",
         "hpcdist.lost_steps": "10",
     }
+
+
+def test_newest_sample_of_a_trainer_is_on_the_page(scene: Scene) -> None:
+    shipper = scene.shipper()
+    for step in (100, 200):
+        write_figure(scene.run.artifacts, "sample", Text(title="a text", text=f"{MARK} of {step}"), step)
+    shipper.ship_once()
+    assert f"### Sample\n\na text, step 200:\n\n```text\n{MARK} of 200\n```" in note(scene)
+    scene.state(status="finished", reason="")
+    shipper.ship_once()
+    assert note(scene).startswith(f"{MARK}\n\n**finished**"), "a mark in the text is not that of the page"
