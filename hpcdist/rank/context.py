@@ -31,6 +31,7 @@ from hpcdist.config.topology import Topology
 from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
+from hpcdist.rank import compile_cache
 from hpcdist.rank.checkpoint_search import CheckpointSearch
 from hpcdist.rank.elastic_loop import Elastic
 from hpcdist.rank.live_commands import LiveCommands
@@ -383,7 +384,9 @@ class Context:
         is_logged = self._is_first_step or step % self._config.tracking.log_every_steps == 0
         if self.elastic.is_on and self.is_main and is_logged:
             self._records.journal.log({"world_size": self.world_size}, step)
-        self._is_first_step = False
+        if self._is_first_step:
+            self._is_first_step = False
+            compile_cache.save_soon()
         if self._commands.profile_is_due:
             with self.timer.account.phase("idle"):
                 self._commands.step_done(step)
@@ -492,6 +495,7 @@ class Context:
             state = divide(weights, {**(trainer or {}), **states_of(states)})
             self._save(step, state, local, metrics or {}, shard)
         self._heartbeat.beat()
+        compile_cache.save_soon()
         self.timer.skip()
 
     def _save(

@@ -27,6 +27,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
 from hpcdist.host.gpu_info import visible_devices
+from hpcdist.rank import compile_cache
 from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, TimeAccount
 from hpcdist.run.folder import Attempt, RunDir
@@ -207,6 +208,7 @@ class RunningScript:
         if not self._account.phases:
             self._account.reached = reached_before(self.attempt)
             self._notes.begin(first_step)
+            compile_cache.save_soon()
         self._account.step_done(step, time.perf_counter())
 
     def agree_among(self, ranks: Sequence[int]) -> None:
@@ -252,7 +254,10 @@ class RunningScript:
             self._saving = step, self._commands.begin_save(step, self.run.checkpoints)
         every = self.config.checkpoint.every_steps
         is_regular = every is not None and step > 0 and step % every == 0
-        return self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)
+        is_due = self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)
+        if is_due:
+            compile_cache.save_soon()
+        return is_due
 
     def _report_saved(self, step: int | None = None) -> None:
         """Report that a commanded checkpoint is on disk, since the script has returned from saving that step."""

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from hpcdist_runs import Runs
@@ -15,6 +16,44 @@ began = time.perf_counter()
 compiled(torch.ones(8))
 print(f"first call: {time.perf_counter() - began:.1f} s")
 """
+
+
+#: Is killed as soon as what it has compiled is kept; without the timer and the end of the process, only a step does so.
+KILLED = """\
+import os, pathlib, signal, time
+import torch
+import hpcdist
+from hpcdist.rank import compile_cache
+
+compile_cache._EVERY_S = 1e6
+compiled = torch.compile(lambda x: x.sin() + 1)
+archives = pathlib.Path(os.environ["ARCHIVES"])
+compiled(torch.ones(8))
+assert not list(archives.glob("torch-*.zip"))
+hpcdist.should_stop(1)
+until = time.monotonic() + 300
+while not list(archives.glob("torch-*.zip")):
+    assert time.monotonic() < until, "nothing is kept"
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: apt-get install g++")
+def test_process_killed_after_its_first_step_has_kept_it(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    (runs.project / "killed.py").write_text(KILLED)
+    archives = tmp_path / "archives"
+    words = ["run", "experiment=exp", "name=killed", "launch.max_restarts=0", f"launch.cache_dir={archives}"]
+    disk = tmp_path / "node"
+    disk.mkdir(mode=0o700)
+    code, output = runs.command(*words, "killed.py", TMPDIR=str(disk), ARCHIVES=str(archives), **runs.unshipped)
+    assert code == 1
+    assert "was killed by SIGKILL" in output, output
+    (archive,) = archives.glob("torch-*.zip")
+    with ZipFile(archive) as kept:
+        assert [name for name in kept.namelist() if name.endswith(".so")]
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError
 from hpcdist.host.json_files import read_json
-from hpcdist.rank import process_group
+from hpcdist.rank import compile_cache, process_group
 from hpcdist.rank.context import Context, close
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.step_timing import Totals
@@ -479,6 +479,18 @@ def test_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> No
     assert failed.startswith("rank 2 could not write its shard of step 1: Is a directory")
     assert failed in main
     assert list(run.checkpoints.iterdir()) == []
+
+
+def test_compiled_code_is_kept_after_first_step_and_at_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(compile_cache, "save_soon", lambda: kept.append(""))
+    with open_context(SINGLE_RANK, new_run(tmp_path), Config()) as ctx:
+        for step in (1, 2):
+            ctx.should_stop(step)
+            assert len(kept) == 1
+        ctx.save(2, model=nn.Linear(1, 1))
+        assert len(kept) == 2
+        close(ctx)
 
 
 # --- Step timing of real ranks by a clock of the test, of which one has a slow forward pass and one slow data loading.

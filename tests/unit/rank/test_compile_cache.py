@@ -15,7 +15,7 @@ import pytest
 from hpcdist.host import compiled_archive
 from hpcdist.host.compiler import CACHE_VARIABLE
 from hpcdist.rank import compile_cache
-from hpcdist.rank.compile_cache import TRITON_VARIABLE, kept, machine_kind
+from hpcdist.rank.compile_cache import TRITON_VARIABLE, kept, machine_kind, save_soon
 
 #: Stands for the module that torch.compile imports.
 COMPILER = "compiler_of_this_test"
@@ -28,6 +28,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(compile_cache, "_COMPILES", COMPILER)
     monkeypatch.setattr(compile_cache, "machine_kind", lambda: "kind")
+    monkeypatch.setattr(compile_cache, "_PAUSE_S", 0.01)
     for variable in (CACHE_VARIABLE, TRITON_VARIABLE):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
@@ -119,6 +120,24 @@ def test_files_are_saved_while_the_process_runs(nodes: SimpleNamespace, monkeypa
     with pytest.raises(RuntimeError, match="failed"):
         fail()
     assert compiled_archive.unpack(nodes.store / "kind.zip", nodes.second) == 1
+
+
+def test_files_are_saved_at_a_call(nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as after the first step: a process that is then killed has saved them."""
+    saved = threading.Event()
+
+    def pack(folder: Path, archive: Path, *, is_damaged: bool) -> None:
+        compiled_archive.pack(folder, archive, is_damaged=is_damaged)
+        saved.set()
+
+    monkeypatch.setattr(compile_cache, "pack", pack)
+    save_soon()  # no process compiles: without an effect
+    with kept(nodes.store, nodes.first):
+        save_soon()  # nor has this one
+        compile_file("a.py")
+        save_soon()
+        assert saved.wait(30)
+        assert compiled_archive.unpack(nodes.store / "kind.zip", nodes.second) == 1
 
 
 def test_failed_rank_does_not_wait_for_a_last_save(nodes: SimpleNamespace) -> None:
