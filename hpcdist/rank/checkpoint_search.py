@@ -1,6 +1,6 @@
 """Find the newest valid checkpoint: all ranks verify its files together, since one rank would take minutes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ class CheckpointSearch:
 
     Args:
         groups: all ranks.
+        alive: is called before each file, and while the rank waits for others, whose files may take minutes longer.
     """
 
-    def __init__(self, store: CheckpointStore, groups: Groups, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: CheckpointStore, groups: Groups, rank: int, world_size: int, alive: Callable[[], None]
+    ) -> None:
         self._store = store
         self._groups = groups
         self._rank = rank
         self._world_size = world_size
+        self._alive = alive
         self._only_there = (
             ""  #: a problem that another rank has with a file of the newest valid checkpoint, and rank 0 has not
         )
@@ -45,7 +49,7 @@ class CheckpointSearch:
             if "newest" in message:
                 newest: str = message["newest"]
                 return newest
-            self._groups.gather(self._problem(Path(message["folder"]), message["hashes"]))
+            self._problems(Path(message["folder"]), message["hashes"])
 
     def _broadcast(self, message: Mapping[str, Any]) -> dict[str, Any]:
         with call_of_all_ranks("ctx.restore"):
@@ -58,7 +62,7 @@ class CheckpointSearch:
         manifest = read_manifest(folder)
         hashes = {name: record.sha256 for name, record in manifest.files.items()}
         self._broadcast({"folder": str(folder), "hashes": hashes})
-        problems = self._groups.gather(self._problem(folder, hashes))
+        problems = self._problems(folder, hashes)
         for rank, problem in enumerate(problems):
             if not problem:
                 continue
@@ -69,6 +73,12 @@ class CheckpointSearch:
         self._only_there = only_there  # not that of a folder that is skipped
         return manifest
 
+    def _problems(self, folder: Path, hashes: Mapping[str, str]) -> list[str]:
+        """Return on rank 0 what is wrong with the files of each rank's share. All ranks make this call."""
+        problem = self._problem(folder, hashes)
+        self._groups.await_all(self._alive)
+        return self._groups.gather(problem)
+
     def _share(self, hashes: Mapping[str, str], rank: int) -> list[str]:
         """Return the files that a rank verifies."""
         return sorted(hashes)[rank :: self._world_size]
@@ -76,6 +86,7 @@ class CheckpointSearch:
     def _problem(self, folder: Path, hashes: Mapping[str, str]) -> str:
         """Return what is wrong with the files of this rank's share; empty if nothing is."""
         for name in self._share(hashes, self._rank):
+            self._alive()
             try:
                 verify_file(folder / name, hashes[name])
             except CheckpointError as error:

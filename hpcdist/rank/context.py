@@ -628,7 +628,7 @@ class Context:
         """
         if self._start_folder is not None:
             return self._start_folder
-        search = CheckpointSearch(self._store, self.groups, self.rank, self.world_size)
+        search = CheckpointSearch(self._store, self.groups, self.rank, self.world_size, self.timer.alive)
         self._start_folder = search.newest()
         return self._start_folder
 

@@ -1,6 +1,6 @@
 """The search of all ranks for the newest valid checkpoint, as rank 0 leads it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class ThreeRanks:
         self._folder = Path(message.get("folder", "")).name
         return message
 
+    def await_all(self, alive: Callable[[], None]) -> None:
+        alive()
+
     def gather(self, own: str) -> list[str]:
         return [own, *self._problems.get(self._folder, ["", ""])]
 
@@ -43,7 +46,10 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def newest(store: CheckpointStore, problems: list[str]) -> str:
     groups: Any = ThreeRanks({"step-00000002": problems})
-    return Path(CheckpointSearch(store, groups, 0, 3).newest()).name
+    beats: list[str] = []
+    found = CheckpointSearch(store, groups, 0, 3, lambda: beats.append("")).newest()
+    assert len(beats) >= 2, "one for a file of rank 0, and one in the wait for the others"
+    return Path(found).name
 
 
 def test_problem_of_one_rank_alone_is_an_error(store: CheckpointStore) -> None:
