@@ -142,7 +142,7 @@ def describe_experiment(experiment: str, results: Sequence[Result], experiment_i
     """
     ranked = rankings(results, measure)
     if not ranked:
-        return f"**No run has a result** · {escaped(_total(results))}\n\n{with_code(_NO_RESULT, 300)}"
+        return f"No run has a result · {escaped(_total(results))}\n\n{with_code(_NO_RESULT, 300)}"
     num_rows = sum(len(ranking.rows) for ranking in ranked)
     parts = [_headline(ranked[0], num_rows, experiment_id)]
     num_left = _MAX_ROWS
@@ -179,10 +179,13 @@ def _run_id(row: Row) -> str:
 
 
 def _headline(ranking: Ranking, num_rows: int, experiment_id: str) -> str:
-    """Return the best result, its verdict and the number of results. MLflow shows this line alone until a click."""
+    """Return the best result, its verdict and the number of results. MLflow shows this line alone until a click.
+
+    Its list of experiments shows the source of the first words, so that they have no marks of Markdown.
+    """
     best = ranking.rows[0]
     page = link(best.short_name, run_page(experiment_id, _run_id(best)))
-    words = f"**Best {escaped(best.best.metric)}: {escaped(best.value_text)}, {page}**"
+    words = f"Best {escaped(best.best.metric)}: {best.value_text}, **{page}**"
     if best.state not in ("", "finished"):
         words += f" ({escaped(best.state)})"
     verdict = ranking.beside_next

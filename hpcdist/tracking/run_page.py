@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTE_TAG = "mlflow.note.content"
-#: Separates text of the user from the description; MLflow's UI does not show it.
-MARK = "<!-- hpcdist: text above this line is kept -->"
+#: End of the first line of the description, which separates it from text of the user above. MLflow's pages do not show
+#: it, but its list of experiments shows the source of a description: that must not begin with it.
+MARK = "<!-- hpcdist: text above this line is kept, the line itself is not -->"
+#: A line of its own above the description, as earlier versions have written it.
+_OLD_MARK = "<!-- hpcdist: text above this line is kept -->"
 #: Maximum length of a description without text of the user.
 MAX_DESCRIPTION = MAX_TAG - len(MARK) - 4
 #: Minimum time between two changes of the description, unless the state of the run changes.
@@ -123,9 +126,15 @@ def set_note(opened: MlflowRun, text: str) -> None:
 
 
 def below_text_of_user(current: str, text: str) -> str:
-    """Return a description below the text of its user, which precedes the mark in the current description."""
-    above = current.partition(MARK)[0].strip()
-    whole = f"{MARK}\n\n{text}"
+    """Return a description below the text of its user in the current one: the lines above that with the mark."""
+    above, _, _ = current.partition(_OLD_MARK)
+    before, mark, _ = above.partition(MARK)
+    if mark:
+        above, _, _ = before.rpartition("\n")
+    above = above.strip()
+    first, end, rest = text.partition("\n")
+    first = first[: max(0, MAX_DESCRIPTION - len(above))]  # the mark must not be cut off
+    whole = f"{first} {MARK}{end}{rest}"
     if above:
         whole = f"{above}\n\n{whole}"
     # A long text of the user is kept unchanged, and the end of the description left out.

@@ -18,7 +18,7 @@ from hpcdist.run.figures import Text, write_figure
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 from hpcdist.tracking import run_page
-from hpcdist.tracking.run_page import MARK, NOTE_TAG
+from hpcdist.tracking.run_page import MARK, NOTE_TAG, below_text_of_user
 from hpcdist.tracking.run_tags import run_name
 
 DATA = (
@@ -42,7 +42,7 @@ def test_description_follows_the_state_and_is_final_at_the_end(scene: Scene, mon
     beat(scene, 10)
     shipper = scene.shipper()
     shipper.ship_once()
-    assert note(scene).startswith(f"{MARK}\n\n**running**\n")
+    assert note(scene).startswith(f"**running** {MARK}\n")
     assert "step 10;" in note(scene)
     beat(scene, 20)
     shipper.ship_once()
@@ -58,18 +58,31 @@ def test_description_follows_the_state_and_is_final_at_the_end(scene: Scene, mon
 def test_text_of_the_user_is_kept(scene: Scene) -> None:
     scene.write_config(CONFIG | {"tracking": CONFIG["tracking"] | {"tags": {NOTE_TAG: "see the wiki"}}})
     scene.shipper().ship_once()
-    assert note(scene).startswith(f"see the wiki\n\n{MARK}\n\n**running**")
+    assert note(scene).startswith(f"see the wiki\n\n**running** {MARK}\n")
     run_id = scene.entity.info.run_id
-    scene.client.set_tag(run_id, NOTE_TAG, f"see the *wiki*, api_key=mine\n{MARK}\n\nold")
+    scene.client.set_tag(run_id, NOTE_TAG, f"see the *wiki*, api_key=mine\n**running** {MARK}\n\nold")
     scene.state(status="stopped", reason="why")
     scene.shipper().ship_once()
-    assert note(scene).startswith(f"see the *wiki*, api_key=mine\n\n{MARK}\n\n**stopped**: why")
+    assert note(scene).startswith(f"see the *wiki*, api_key=mine\n\n**stopped**: why {MARK}\n")
     scene.client.set_tag(run_id, NOTE_TAG, "only my text" + "x" * 7900)
-    scene.state(status="running", reason="")
+    scene.state(status="stopped", reason="why " * 100)
     scene.shipper().ship_once()
     assert note(scene).startswith("only my textxxx")
     assert MARK in note(scene)
+    scene.state(reason="not " * 100)
+    scene.shipper().ship_once()
+    assert note(scene).count("**stopped**") == 1, "a description that was cut off is not taken for text of the user"
     assert len(note(scene)) == 8000
+
+
+@pytest.mark.parametrize("above", ["", "see the wiki"])
+def test_description_of_an_earlier_version_is_replaced(above: str) -> None:
+    mark = "<!-- hpcdist: text above this line is kept -->"
+    whole = f"{above}\n\nfirst {MARK}\n\nsecond".lstrip()
+    assert below_text_of_user(f"{above}\n\n{mark}\n\n**old**".lstrip(), "first\n\nsecond") == whole
+    assert below_text_of_user(whole, "first\n\nsecond") == whole
+    # An earlier version takes all of it for text of the user.
+    assert below_text_of_user(f"{whole}\n\n{mark}\n\n**old**", "first\n\nsecond") == whole
 
 
 def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
