@@ -20,6 +20,7 @@
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/attempt-001.rank-00000.files.jsonl    metrics from event files, csv files and output of a script
         journal/read-files.json                  how much of these files has been read
+        journal/last-values.json                 last value of each metric of an ended run, computed from the records
         journal/sent-points.json                 offsets of the records that MLflow has received
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received

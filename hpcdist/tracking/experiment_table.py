@@ -142,7 +142,7 @@ def describe_experiment(experiment: str, results: Sequence[Result], experiment_i
     """
     ranked = rankings(results, measure)
     if not ranked:
-        return f"No run has a result · {escaped(_total(results))}\n\n{with_code(_NO_RESULT, 300)}"
+        return f"No run has a result · {escaped(_total(results))}\n\n{with_code(_NO_RESULT, 600)}"
     num_rows = sum(len(ranking.rows) for ranking in ranked)
     parts = [_headline(ranked[0], num_rows, experiment_id)]
     num_left = _MAX_ROWS

@@ -1,14 +1,34 @@
 """The metric series of a run as MLflow shows them, for reports and comparisons."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from hpcdist.errors import RunFolderError
+from hpcdist.host.json_files import fill, read_json, write_json
+from hpcdist.host.ownership import is_mine
+from hpcdist.host.retry import retry
 from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, LastValue, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.run.mlflow_names import ATTEMPT_METRIC
+from hpcdist.tracking.journal import journal_files
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.node_charts import without_node
 from hpcdist.tracking.sent_points import SentPoints, is_of_script
+
+#: In the folder of the journal.
+LAST_VALUES_FILE = "last-values.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptValues:
+    """The content of LAST_VALUES_FILE."""
+
+    sizes: dict[str, int]  #: journal file → bytes of which these are the last values
+    values: dict[str, Any]  #: metric → step and value
 
 
 def read_series(run: RunDir) -> dict[str, Series]:
@@ -32,8 +52,39 @@ def read_last_values(run: RunDir) -> dict[str, LastValue]:
     """Return the last value of each metric, whoever logged it: the code of a rank, or the reader of a script's files.
 
     The values are those of `read_series`: at the largest step, which of a script is that of the newest attempt. System
-    metrics are left out.
+    metrics are left out. Those of an ended run are kept in a file beside the journal, which takes seconds to read if it
+    is long: pages of sweeps and lists of the best runs need the values of many runs.
     """
+    if run.read_state().status not in ENDED:
+        return _compute_last_values(run)
+    files = [file.path for file in journal_files(run.journal)]
+    sizes = {path.name: retry(path.stat, path).st_size for path in files}
+    path = run.journal / LAST_VALUES_FILE
+    kept = _read_kept(path)
+    if kept is not None and kept.sizes == sizes:
+        return {key: LastValue(*last) for key, last in kept.values.items()}
+    values = _compute_last_values(run)
+    if is_mine(run.path):
+        with suppress(OSError):  # a full disk: the next reader computes them again
+            write_json(path, asdict(KeptValues(sizes=sizes, values=dict(values))))
+    return values
+
+
+def _read_kept(path: Path) -> KeptValues | None:
+    """Return the values in a file; None if it is missing, damaged, or another user's."""
+    try:
+        kept = fill(KeptValues, read_json(path) or {}, path)
+    except (RunFolderError, OSError):
+        return None
+    for last in kept.values.values():
+        match last:
+            case [int(), int() | float()]:
+                continue
+        return None
+    return kept
+
+
+def _compute_last_values(run: RunDir) -> dict[str, LastValue]:
     last_values: dict[str, LastValue] = {}
     for point in _points(run):
         if not is_read(point.key):

@@ -18,6 +18,7 @@ from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweeps import SweepDir
+from hpcdist.tracking import series
 from hpcdist.tracking.experiment_table import RESULT_TAG
 from hpcdist.tracking.run_page import NOTE_TAG
 from hpcdist.tracking.script_metrics import ScriptMetrics
@@ -65,7 +66,7 @@ def train(run: RunDir, write: Write, *attempts: Mapping[int, float], status: Any
         lines = [json.dumps({"path": str(path), "start": 0}) for path in folder.iterdir()]
         attempt.written.write_text("".join(f"{line}\n" for line in lines))
         reader.read(over=losses is attempts[-1])
-    run.write_state(State(status=status, attempt=len(attempts), created=1.0, ended=2.0))
+    run.write_state(State(status=status, attempt=len(run.attempts()), created=1.0, ended=2.0))
 
 
 @pytest.mark.parametrize("write", CHANNELS)
@@ -90,6 +91,29 @@ def test_script_that_ended_early_or_diverged_has_no_result(scene: Scene) -> None
     diverged = RunDir.create(scene.run.path.with_name("diverged"))
     train(diverged, write_csv, {0: 4.0, 1: float("nan")})
     assert rank_runs(find_runs(scene.run.path.parent.parent)) == ([], ["2 ended runs without a result"])
+
+
+def test_last_values_of_an_ended_run_are_kept(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal of a long run takes seconds to read, and the page of a sweep needs those of all cells."""
+    train(scene.run, write_csv, {0: 4.0, 1: float("nan")})
+
+    def read() -> str:
+        return str(sorted(read_last_values(scene.run).items()))
+
+    expected = read()
+    assert "('train_loss', LastValue(step=1, value=nan))" in expected
+    kept = scene.run.journal / "last-values.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(series, "_points", lambda run: pytest.fail("the journal is read again"))
+        assert read() == expected, "also NaN"
+    for damage in ("{", json.dumps({"sizes": {}}), kept.read_text().replace("[", "[[0],")):
+        kept.write_text(damage)
+        assert read() == expected
+
+    train(scene.run, write_csv, {0: 4.0, 1: 2.0}, status="running")
+    assert read_last_values(scene.run)["train_loss"] == (1, 4.0), "a resume"
+    scene.run.write_state(State(status="finished", attempt=2, created=1.0, ended=3.0))
+    assert read_last_values(scene.run)["train_loss"] == (1, 4.0)
 
 
 @pytest.fixture
