@@ -13,7 +13,7 @@ from hpcdist.errors import duration
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.markdown import text_of
-from hpcdist.review.metric_series import ATTEMPT, Series, group_of, is_hidden, ranked, thinned
+from hpcdist.review.metric_series import Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.svg import (
     BOTTOM,
     HEIGHT,
@@ -36,6 +36,7 @@ from hpcdist.review.svg import (
     with_legend,
 )
 from hpcdist.run.figures import Curves, Figure, Histogram, Matrix, Text
+from hpcdist.run.mlflow_limits import ATTEMPT
 
 
 def line_chart(

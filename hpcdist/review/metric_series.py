@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from hpcdist.run.mlflow_names import clean_metric_name
+from hpcdist.run.mlflow_limits import ATTEMPT, clean_metric_name
 
 #: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
 MAX_POINTS = 4096
@@ -123,8 +123,6 @@ def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, f
 
 #: Limit of the metrics that a report reads and draws, to bound its size and the memory of its writer.
 MAX_SERIES = 600
-#: Marks the begin of each attempt.
-ATTEMPT = "attempt"
 #: Number of ranks of an elastic run.
 WORLD_SIZE = "world_size"
 #: Times of the parts of a step.

@@ -19,7 +19,7 @@ from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
 from hpcdist.review.facts import flat_texts, read_environment, read_facts, readable
 from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, together
 from hpcdist.review.markdown import text_of
-from hpcdist.review.metric_series import ATTEMPT, Series
+from hpcdist.review.metric_series import Series
 from hpcdist.review.ranking import ReadLastValues
 from hpcdist.review.sweep_charts import sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
@@ -27,6 +27,7 @@ from hpcdist.review.uncertainty import RUN_LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
+from hpcdist.run.mlflow_limits import ATTEMPT
 from hpcdist.run.sweeps import SweepDir, setting_of
 
 ReadSeries = Callable[[RunDir], Mapping[str, Series]]

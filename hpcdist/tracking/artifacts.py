@@ -19,7 +19,7 @@ from hpcdist.review.facts import CheckpointFacts, best_checkpoint, finite_number
 from hpcdist.review.markdown import PATCH, escaped
 from hpcdist.run.checkpoint_files import MANIFEST_FILE, complete_checkpoints, step_of
 from hpcdist.run.folder import RunDir
-from hpcdist.run.mlflow_names import clean_metric_name
+from hpcdist.run.mlflow_limits import clean_metric_name
 from hpcdist.tracking.mlflow_client import (
     MlflowRun,
     all_pages,

@@ -17,8 +17,8 @@ from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.run import rank_requests
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import end
-from hpcdist.tracking.journal import Sent
 from hpcdist.tracking.mlflow_client import MlflowRun, entities
+from hpcdist.tracking.upload_state import Sent
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"

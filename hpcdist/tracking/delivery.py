@@ -11,7 +11,7 @@ from hpcdist.review.ledger import allocations_of
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.tracking import artifacts, run_tags
 from hpcdist.tracking.batches import Batches
-from hpcdist.tracking.journal import SentFacts, event_files, read_events, state_key
+from hpcdist.tracking.journal import event_files, read_events
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
@@ -19,6 +19,7 @@ from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage
 from hpcdist.tracking.run_tags import MLFLOW_STATUS, fixed_tags, read_config, state_tags
 from hpcdist.tracking.script_events import send_events
+from hpcdist.tracking.upload_state import SentFacts, state_key
 from hpcdist.tracking.uploads import Uploads
 
 if TYPE_CHECKING:

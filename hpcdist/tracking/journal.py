@@ -1,4 +1,4 @@
-"""The files in `journal/`: metrics and events of the ranks, states of the upload."""
+"""The journal: metrics and events of the ranks, in files of the folder `journal/`."""
 
 import json
 import logging
@@ -9,16 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import open_regular, write_atomic
-from hpcdist.host.json_files import KEY, fill, parse_json, read_json, stamped, unstamped
-from hpcdist.run.folder import State
-from hpcdist.run.mlflow_names import MAX_NAME, hash_suffix
+from hpcdist.host.files import open_regular
+from hpcdist.host.json_files import KEY, parse_json, stamped, unstamped
+from hpcdist.run.mlflow_limits import MAX_NAME, hash_suffix
 
 log = logging.getLogger(__name__)
 
@@ -389,21 +387,11 @@ def _record(raw: Any) -> Record | None:
 # An event `model` names a folder in `logged_models/`, whose model is complete or has changed since. Parameters and tags
 # are cut to MLflow's limits when they are written.
 
-#: Maximum numbers of characters of the values of a parameter and a tag, as in MLflow.
-MAX_PARAM, MAX_TAG = 6000, 8000
 #: Maximum number of characters of a name; `clean_name` shortens it further.
 MAX_EVENT_NAME = 1000
 _EVENTS_FILE = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.events\.jsonl")
 #: Limit of one read; longer files are read in several passes.
 _READ_BYTES = 16 << 20
-
-
-def shortened(text: str, limit: int) -> str:
-    """Return a text of at most `limit` characters; one that is cut ends with the number of its characters."""
-    if len(text) <= limit:
-        return text
-    mark = f"… (cut, {len(text)} characters)"
-    return text[: limit - len(mark)] + mark
 
 
 class Event(NamedTuple):
@@ -455,72 +443,3 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
             case _:
                 log.warning("%s: skipped a damaged line", path)
     return events, offset + len(data)
-
-
-# The data of a run that MLflow already has, in states from which the next process continues after any end of the last.
-# Only its owner writes the file of a state.
-
-
-@dataclass(kw_only=True)
-class Sent:
-    """A state of the upload in the folder of the journal; the subclasses name its file."""
-
-    FILE: ClassVar[str]
-    run_id: str = ""  #: of MLflow
-
-    @classmethod
-    def load(cls, folder: Path, run_id: str = "") -> Self:
-        """Return the state in the journal's folder.
-
-        If the file is missing, damaged or about another MLflow run than `run_id`, the upload starts from the
-        beginning, which is safe.
-        """
-        path = folder / cls.FILE
-        raw = read_json(path) or {}
-        try:
-            saved = fill(cls, raw, path)
-        except RunFolderError:
-            return cls(run_id=run_id)
-        if run_id not in ("", saved.run_id):
-            return cls(run_id=run_id)
-        return saved
-
-    def save(self, folder: Path) -> None:
-        """Replace the file of the state. Raises TrackingError."""
-        path = folder / self.FILE
-        try:
-            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
-        except OSError as error:
-            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
-
-
-@dataclass(kw_only=True)
-class SentFacts(Sent):
-    """The other data of the run in MLflow; its owner is `Delivery`."""
-
-    FILE = "sent-facts.json"
-    tags: dict[str, str] = field(default_factory=dict)
-    """A tag that a user changes in MLflow is not set back."""
-    events: dict[str, int] = field(default_factory=dict)
-    """Event file → bytes that are in MLflow."""
-    page: str = ""  #: digest of the description, datasets and columns in MLflow (`RunPage`)
-    report: str = ""  #: state of the run in `report.html` (`state_key`)
-    complete: str = ""  #: ended state of which MLflow had everything (`state_key`)
-
-
-@dataclass(kw_only=True)
-class SentFiles(Sent):
-    """The files and models in MLflow; the owner is `Uploads`."""
-
-    FILE = "sent-files.json"
-    artifacts: dict[str, str] = field(default_factory=dict)
-    """Artifact → fingerprint of the uploaded file."""
-    model: dict[str, str] = field(default_factory=dict)
-    """The final model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
-    checkpoints: dict[str, str] = field(default_factory=dict)
-    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
-
-
-def state_key(state: State) -> str:
-    """Return a text that differs between the starts and ends of a run."""
-    return f"{state.status} {state.attempt}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.host.retry import retry
-from hpcdist.run.mlflow_names import ATTEMPT_METRIC, clean_metric_name
+from hpcdist.run.mlflow_limits import ATTEMPT, clean_metric_name
 from hpcdist.tracking import journal
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.node_charts import NodeCharts
@@ -125,7 +125,7 @@ class JournalTail:
         has_steps = any(not key.startswith("system/") for key in metrics)
         mark = self._sent.mark(attempt, step) if has_steps else None
         if mark is not None:
-            points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
+            points.append(Point(ATTEMPT, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
         """Return whether a step was sent: the journal is read again once, when a step first does not increase."""

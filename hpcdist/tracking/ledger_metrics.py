@@ -7,9 +7,9 @@ from hpcdist.errors import RunFolderError
 from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.reached_steps import reached_step
-from hpcdist.tracking.journal import state_key
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, translated
+from hpcdist.tracking.upload_state import state_key
 
 log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.

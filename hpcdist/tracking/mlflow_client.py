@@ -25,8 +25,7 @@ from hpcdist.host.locks import long_lock
 from hpcdist.host.ownership import make_private, require_private
 from hpcdist.run.attempt_times import began_of
 from hpcdist.run.folder import RunDir, make_database, own_place, read_record
-from hpcdist.run.mlflow_names import clean_name
-from hpcdist.tracking.journal import MAX_PARAM, MAX_TAG, shortened
+from hpcdist.run.mlflow_limits import MAX_PARAM, MAX_TAG, clean_name, shortened
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.uri import VARIABLES, credentials_file, is_server, read_credentials, sqlite_path, version_in
 

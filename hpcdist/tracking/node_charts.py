@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdist.run.mlflow_names import clean_metric_name
+from hpcdist.run.mlflow_limits import clean_metric_name
 from hpcdist.tracking import journal
 from hpcdist.tracking.system_charts import charted
 

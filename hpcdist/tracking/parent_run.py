@@ -11,8 +11,8 @@ from hpcdist.review.ledger import Ledger, cost_of, ledgers_of
 from hpcdist.review.markdown import run_page
 from hpcdist.review.sweep_facts import SweepFacts, describe_sweep, read_sweep_facts, sweep_setup
 from hpcdist.run.folder import ENDED, RunDir
+from hpcdist.run.mlflow_limits import MAX_TAG
 from hpcdist.run.sweeps import SweepDir, named_setting, sweep_of, text_of
-from hpcdist.tracking.journal import MAX_TAG
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, translated
 from hpcdist.tracking.run_page import MAX_DESCRIPTION, as_tracking_error, best_metric, set_note

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 from urllib.parse import parse_qs, quote, urlsplit
 
 from hpcdist.errors import TrackingError, UserMistake, shown
+from hpcdist.run import mlflow_limits
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal
 
@@ -163,7 +164,7 @@ class RankRecords:
 
     def _shortened(self, kind: str, key: str, value: str, limit: int) -> str:
         """Return a value as MLflow can store it, with a warning if it is too long."""
-        shortened = journal.shortened(value, limit)
+        shortened = mlflow_limits.shortened(value, limit)
         if shortened != value:
             self._warn_once(
                 f"{kind} {key[:80]} has {len(value)} characters and is cut to {limit}, the limit of MLflow: log longer"
@@ -198,7 +199,7 @@ class RankRecords:
         Raises UserMistake if this process has logged another value before, as MLflow does.
         """
         self._load()
-        value = self._shortened("parameter", key, value, journal.MAX_PARAM)
+        value = self._shortened("parameter", key, value, mlflow_limits.MAX_PARAM)
         before = self._own_params.setdefault(key, value)
         if before != value:
             raise UserMistake(
@@ -212,7 +213,7 @@ class RankRecords:
     def set_tag(self, key: str, value: str) -> None:
         """Record a tag, unless it has this value already."""
         self._load()
-        value = self._shortened("tag", key, value, journal.MAX_TAG)
+        value = self._shortened("tag", key, value, mlflow_limits.MAX_TAG)
         if self.tags.get(key) != value:
             self.tags[key] = value
             self.record("tag", {key[: journal.MAX_EVENT_NAME]: value})

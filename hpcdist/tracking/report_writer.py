@@ -5,8 +5,8 @@ import math
 import time
 
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.tracking.journal import state_key
 from hpcdist.tracking.series import read_last_values, read_series
+from hpcdist.tracking.upload_state import state_key
 
 log = logging.getLogger(__name__)
 #: Minimum interval between two reports of a run whose state does not change.

@@ -16,9 +16,8 @@ from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.review.metric_series import median_speeds
 from hpcdist.run.figures import read_texts
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.mlflow_names import clean_metric_name
+from hpcdist.run.mlflow_limits import MAX_TAG, clean_metric_name
 from hpcdist.run.training_record import DatasetRecord
-from hpcdist.tracking.journal import MAX_TAG
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.series import read_series

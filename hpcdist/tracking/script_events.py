@@ -9,7 +9,7 @@ from hpcdist.config.redaction import redact_tree
 from hpcdist.errors import TrackingError
 from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.mlflow_names import clean_name
+from hpcdist.run.mlflow_limits import clean_name
 from hpcdist.tracking import artifacts
 from hpcdist.tracking.artifacts import log_model
 from hpcdist.tracking.journal import Event

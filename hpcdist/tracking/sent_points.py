@@ -8,11 +8,11 @@ from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.config.written import read_section
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.tracking import journal
+from hpcdist.tracking.upload_state import Sent, SentFacts, state_key
 
 
 @dataclass(kw_only=True)
-class SentPoints(journal.Sent):
+class SentPoints(Sent):
     """What has been taken from the journals, and the rule that takes each (key, step) once; the owner is `Batches`.
 
     "Sent" means that a point has passed this rule: the budget may still hold it or leave it out.
@@ -94,11 +94,11 @@ class SentPoints(journal.Sent):
 
 def is_complete(run: RunDir) -> bool:
     """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
-    state, facts = run.read_state(), journal.SentFacts.load(run.journal)
+    state, facts = run.read_state(), SentFacts.load(run.journal)
     offsets = SentPoints.load(run.journal).offsets | facts.events
     return (
         state.status in ENDED
-        and facts.complete == journal.state_key(state)
+        and facts.complete == state_key(state)
         and all(path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl"))
     )
 

@@ -12,7 +12,7 @@ from hpcdist.host.ownership import is_mine
 from hpcdist.host.retry import retry
 from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, LastValue, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.run.mlflow_names import ATTEMPT_METRIC
+from hpcdist.run.mlflow_limits import ATTEMPT
 from hpcdist.tracking.journal import journal_files
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
@@ -99,7 +99,7 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
     """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
     values: dict[str, dict[int, float]] = {}
     for point in _points(run):
-        if is_read(point.key) and point.key != ATTEMPT_METRIC:
+        if is_read(point.key) and point.key != ATTEMPT:
             values.setdefault(point.key, {})[point.step] = point.value
     return values
 

@@ -11,8 +11,8 @@ from hpcdist.errors import TrackingError
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.tracking import artifacts
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
-from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.mlflow_client import MlflowRun
+from hpcdist.tracking.upload_state import SentFiles
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 60.0

@@ -32,9 +32,10 @@ from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_swee
 from hpcdist.slurm import client
 from hpcdist.slurm.output import SlurmError
 from hpcdist.tracking import artifacts, run_tags
-from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
+from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.sent_points import SentPoints
+from hpcdist.tracking.upload_state import SentFacts, SentFiles
 from hpcdist.tracking.uri import link_to_newest, link_to_run
 
 pytestmark = pytest.mark.processes  # the undamaged run is made with git

@@ -24,8 +24,8 @@ from hpcdist.review import facts
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import artifacts, uploads
 from hpcdist.tracking.artifacts import move_best
-from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.mlflow_client import MlflowRun
+from hpcdist.tracking.upload_state import SentFiles
 
 ACCURACY = "eval/accuracy"
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "export.md"

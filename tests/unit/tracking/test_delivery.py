@@ -19,12 +19,12 @@ from hpcdist.host.json_files import write_json
 from hpcdist.review import report
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery
-from hpcdist.tracking.journal import SentFacts, SentFiles, state_key
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.sent_points import SentPoints
+from hpcdist.tracking.upload_state import SentFacts, SentFiles, state_key
 
 
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:

@@ -16,7 +16,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.rank.system_metrics import _usage
 from hpcdist.review.charts import metric_charts
 from hpcdist.run.folder import RunDir
-from hpcdist.run.mlflow_names import clean_metric_name
+from hpcdist.run.mlflow_limits import clean_metric_name
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal_tail, point_budget
 from hpcdist.tracking.batches import Batches

@@ -1,4 +1,4 @@
-"""Names that MLflow accepts for metrics, parameters and tags.
+"""Names and texts that MLflow accepts for metrics, parameters and tags.
 
 MLflow allows letters, digits, `_`, `-`, `.`, `:`, space and `/`, at most 250 characters, and only normalized relative
 paths. `clean_name` maps any name to an allowed one and is injective, so that two metrics never share a series: an
@@ -11,9 +11,11 @@ import logging
 import posixpath
 import re
 
+#: Maximum numbers of characters of the values of a parameter and a tag, as in MLflow.
+MAX_PARAM, MAX_TAG = 6000, 8000
 MAX_NAME = 250
 #: Metric of the shipper, with one point per attempt.
-ATTEMPT_METRIC = "attempt"
+ATTEMPT = "attempt"
 _NOT_IN_NAMES = re.compile(r"[^\w./: -]")
 #: End of a changed name. An allowed name with such an end is changed as well, since it could equal a changed one.
 _SUFFIX = re.compile(r"--[0-9a-f]{12}")
@@ -65,6 +67,14 @@ def _note_change(shown: str, cleaned: str) -> None:
 
 def clean_metric_name(name: str) -> str:
     """Return a metric's name as `clean_name` does, and change the reserved name of the metric `attempt`."""
-    if name == ATTEMPT_METRIC:
-        return ATTEMPT_METRIC + hash_suffix(name)
+    if name == ATTEMPT:
+        return ATTEMPT + hash_suffix(name)
     return clean_name(name)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return a text of at most `limit` characters; one that is cut ends with the number of its characters."""
+    if len(text) <= limit:
+        return text
+    mark = f"… (cut, {len(text)} characters)"
+    return text[: limit - len(mark)] + mark
