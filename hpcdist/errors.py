@@ -103,7 +103,7 @@ def path_and_fix(error: OSError) -> tuple[str, str]:
 
 
 def error_text(error: Exception) -> str:
-    """Return the error that ended a run as a sentence, with what a user can do about it."""
+    """Return the error that ended a run as a sentence, with advice for the user."""
     if isinstance(error, HpcdistError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

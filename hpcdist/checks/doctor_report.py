@@ -94,7 +94,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     user = user_name()
     in_container = bool(container_runtime())
     on_cluster = shutil.which("sbatch") is not None
-    slurm = start(read_slurm).result  # one query, for whose result each section about Slurm waits
+    slurm = start(read_slurm).result  # one query: each section about Slurm waits for its result
 
     def software() -> list[Check]:
         return machine_checks.software_checks(versions.versions(), torch_required=not on_cluster)

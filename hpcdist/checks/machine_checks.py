@@ -127,7 +127,7 @@ def host_name_checks(host: str, lookup: Mapping[str, Any], *, is_node: bool) -> 
 
     Args:
         lookup: result of `look_up`.
-        is_node: whether the machine is a node of a cluster, whose name other nodes look up.
+        is_node: whether the machine is a node of a cluster: other nodes then look up its name.
     """
     problems = [*node_facts.lookup_checks(host, lookup), *node_facts.loopback_checks(host, lookup)]
     if problems and is_node:

@@ -1,4 +1,4 @@
-"""Facts of one machine on which ranks depend, and what each of them means.
+"""Facts of one machine on which ranks depend, and the meaning of each of them.
 
 `hpcdist doctor` asks for them on this machine, the preflight on each node of a job. Reading them needs no torch, as it
 must also work on a machine where torch is broken; psutil and pynvml are imported when their facts are read.
@@ -96,7 +96,7 @@ def read_checkpoint_folder(folder: Path) -> dict[str, Any]:
     return found
 
 
-# What a fact means, with one threshold for each.
+# The meaning of each fact, with one threshold.
 
 
 def driver_checks(versions: Mapping[str, str]) -> Iterator[Check]:
@@ -176,7 +176,7 @@ def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def loopback_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
-    """Report a name whose address, in the result of `look_up`, is that of the machine itself."""
+    """Report a name that `look_up` has resolved to the address of the machine itself."""
     if is_loopback(look):
         text = f"{called} resolves to {look['address']}, which other nodes cannot reach"
         yield failure("names", text, "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)")

@@ -48,7 +48,7 @@ LEAVE_S = 5.0
 
 
 def join(run_folder: Path, attempt: int, join_s: float) -> dict[str, Any]:
-    """Join the group of all nodes of the step, and return what this node has seen in it.
+    """Join the group of all nodes of the step, and return the observations of this node in it.
 
     Returns:
         `joined`: whether it has reached the store; `error`: why it has not gone through all stages; `connections`: by

@@ -14,7 +14,7 @@ from hpcdist.host.check_result import Check, Level, failure, warning
 
 #: Source and target.
 Link = tuple[str, str]
-#: What the nodes have seen in the group, by node.
+#: The observations of the nodes in the group, by node.
 Seen = Mapping[str, Mapping[str, Any]]
 
 #: Number of rings, unless there are fewer other nodes. The time of the check does not grow with the run.

@@ -25,12 +25,12 @@ from hpcdist.slurm.on_nodes import node_name, print_answer
 class ProbeRequest:
     """The questions to each node."""
 
-    first_node: str  #: the node of rank 0, whose name every node looks up
+    first_node: str  #: the node of rank 0: every node looks up its name
     run_folder: str  #: the folder that every node must see
     checkpoint_folder: str  #: it may not exist yet
     witness: str  #: a file in the run folder
     token: str  #: the content of that file
-    attempt: int | None = None  #: the attempt whose ranks follow; None for the facts alone
+    attempt: int | None = None  #: the attempt of the ranks that follow; None for the facts alone
     join_s: float = 0.0  #: time for all nodes to join the group
 
     @classmethod

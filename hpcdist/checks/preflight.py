@@ -14,7 +14,7 @@ from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.errors import few
 from hpcdist.host.check_result import LEVELS, Check, Level, failure, note, ok, warning
 
-#: By node: what its probe has printed (`hpcdist/checks/node_probe.py`).
+#: By node: the output of its probe (`hpcdist/checks/node_probe.py`).
 Answers = Mapping[str, Mapping[str, Any]]
 
 #: Names of the checks in the order of the report within a level: causes before consequences.
@@ -40,7 +40,7 @@ SKEW_S = 2.0
 FATAL_SKEW_S = 30.0
 #: Number of equal results that are merged, if more than half of the nodes share them.
 _MIN_MERGED = 2
-#: What stands for the name of a node when results are compared; no text contains it.
+#: Replaces the name of a node when results are compared; no text contains it.
 _ANY_NODE = "\0"
 _NUMBER = re.compile(r"\d+([.,]\d+)*")
 #: Names of versions in texts, if they differ from their keys in the answers.
@@ -49,7 +49,7 @@ _SHOWN_VERSIONS = {"source": "the code of hpcdist", "nccl": "NCCL"}
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the ranks of a run need of its nodes, and how the nodes were asked."""
+    """The needs of the ranks of a run on its nodes, and how the nodes were asked."""
 
     nodes: tuple[str, ...]  #: all nodes by their Slurm names, in the order of the run
     run_folder: str
@@ -110,7 +110,7 @@ def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
 
 
 def _versions(needs: Needs, answers: Answers) -> Iterator[Check]:
-    """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
+    """Report nodes with other versions than the majority, or than the first node if there is no majority."""
     versions = {node: answer["versions"] for node, answer in answers.items() if "versions" in answer}
     for key, level in _version_levels(needs).items():
         by_node = {node: str(node_versions.get(key, "")) for node, node_versions in versions.items()}
@@ -242,7 +242,7 @@ def _disk(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]
 
 
 def _clock(node: str, answer: Mapping[str, Any], asked_at: float, answered_at: float) -> Iterator[Check]:
-    """Report a node whose clock shows a time before the question or after the answers."""
+    """Report a node if its clock shows a time before the question or after the answers."""
     ahead_s = answer["time"] - answered_at
     behind_s = asked_at - answer["time"]
     skew = max(ahead_s, behind_s)
@@ -299,7 +299,7 @@ def _group(needs: Needs, answers: Answers) -> Iterator[Check]:
 
 
 def _groups(answers: Answers) -> dict[str, Mapping[str, Any]]:
-    """Return what each node reports about the group of all nodes; empty where it has not tried to join."""
+    """Return each node's report about the group of all nodes; empty if it has not tried to join."""
     return {node: answer.get("group", {}) for node, answer in answers.items()}
 
 

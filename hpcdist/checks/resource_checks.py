@@ -45,7 +45,7 @@ class ResourceLimits:
 
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> Self:
-        """Return the limits of this process on this machine, whose root file system is `root`."""
+        """Return the limits of this process on this machine, with `root` as its root file system."""
         memory = psutil.virtual_memory().total
         quotas = []
         limits = []

@@ -20,7 +20,7 @@ COMMAND_TIMEOUT_S = 10.0
 _SUB_IDS = 65536
 #: Oldest major version of a runtime that has the options which hpcdist uses.
 _OLDEST = {"podman": 4, "apptainer": 1}
-#: Characters of what a runtime prints, in a result: of an error, of the details of a problem, and of a version.
+#: Characters of a runtime's output in a result: of an error, of the details of a problem, and of a version.
 _MAX_ERROR = 200
 _MAX_DETAILS = 120
 _MAX_VERSION = 60

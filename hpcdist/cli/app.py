@@ -21,7 +21,7 @@ DEFECT = 70
 #: Characters of an unexpected exception's text in a message; the file has the whole text.
 _MAX_REASON = 200
 
-#: Commands whose output is a log, in which an unexpected traceback stays.
+#: Commands with a log as output, in which an unexpected traceback stays.
 _LOGGED_COMMANDS = ("supervise", "in-job")
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {

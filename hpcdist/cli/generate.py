@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpcdist.trainers.lm.tokenizer import Tokenizer
 
 app = typer.Typer()
-#: What a tokenizer returns for the first bytes of a character whose other bytes are in the next token.
+#: A tokenizer's text for the first bytes of a character, if its other bytes are in the next token.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 #: Bytes of a character in UTF-8 at most: an end of more replacement characters is not an incomplete one.
 _MAX_CHARACTER_BYTES = 4

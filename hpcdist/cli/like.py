@@ -1,4 +1,4 @@
-"""Start a run with the config and the code of another one: `--like RUN`, and what `resume` shares with it."""
+"""Start a run with the config and the code of another one: `--like RUN`, and the parts that `resume` shares with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Like:
     """The parts of another run that a new run starts with."""
 
-    run: RunDir  #: the other run, whose code is copied
+    run: RunDir  #: the other run; its code is copied
     config: Config  #: its config with overrides, and with a name for the new run
     origin: Origin | None  #: the config that the other run was started with; None if it is not recorded
 

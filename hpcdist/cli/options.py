@@ -195,7 +195,7 @@ Force = Annotated[bool, flag("--force", "Submit although checks of the cluster f
 
 
 def named(run: str | None, *, active: bool = False) -> str:
-    """Return the argument RUN, by default the folder of the newest run or sweep, whose name is then printed.
+    """Return the argument RUN, by default the folder of the newest run or sweep; its name is then printed.
 
     Args:
         active: choose only from the runs that run or wait.

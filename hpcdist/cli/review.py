@@ -37,7 +37,7 @@ _MAX_LEFT_OUT = 3
 def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
 ) -> None:
-    """Upload what MLflow lacks, start its UI on the runs' database, for this user only, and print the link to open.
+    """Upload new records to MLflow, start its UI on the runs' database, for this user only, and print the link to open.
 
     The link leads to the experiment of the newest run. The server listens on 127.0.0.1 and requires a token, which is
     new at each start and part of the link. While it is open, it uploads new records of Slurm runs about once a minute.
@@ -270,10 +270,10 @@ def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
 
 
 def _print_results(title: str, kind: str, base: str, results: Sequence["ComparedValue"]) -> None:
-    """Print a table of results, and below it how they were measured and what its terms mean.
+    """Print a table of results, and below it their methods and a legend.
 
     Args:
-        kind: what has a result: run or setting.
+        kind: the objects with results: run or setting.
         base: the run or setting that the others are compared with.
     """
     from hpcdist.review.uncertainty import LEGEND

@@ -280,7 +280,7 @@ def _find_spawn(config: Config, run: RunDir | None) -> Spawn | None:
     """Return the call by which the script of a config starts its own ranks, if it does.
 
     Args:
-        run: the run whose copy of the code is used; None for the code in the current folder.
+        run: the run with the copy of the code that is used; None for the code in the current folder.
     """
     from hpcdist.run.script_ranks import find_spawn, find_spawn_in_copy
 
@@ -377,7 +377,7 @@ def submit(
     from hpcdist.run.sweeps import with_repetitions
 
     flags = submission_flags(dependency, begin)
-    source: RunDir | None = None  # the run whose code the new run has
+    source: RunDir | None = None  # the run that gives the new one its code
     if like is not None:
         exclusive = {"--cluster": cluster, "--sweep": sweep, "--repeat": repeat}
         other = load_like(like, words_like(config, overrides, exclusive), "submit --like")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def print_table(
     console: Console, head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", num_whole: int = 0
 ) -> None:
-    """Print a table whose columns of numbers are aligned at the right.
+    """Print a table with columns of numbers aligned at the right.
 
     Args:
-        num_whole: number of columns, from the first one, whose cells are never folded.
+        num_whole: number of columns, from the first one, with cells that are never folded.
     """
     from rich.table import Table
     from rich.text import Text

@@ -117,7 +117,7 @@ class ClusterConfig(ConfigSection):
     exclude: str | None = None
     """Nodes to exclude (`sbatch --exclude`)."""
     roles: dict[str, RoleRequest] = field(default_factory=dict)
-    """Nodes of single roles in the allocation, each of which has the maximum of what the roles request."""
+    """Nodes of single roles in the allocation. Each node has the largest of the requests of all roles."""
     sbatch: dict[str, str] = field(default_factory=dict)
     """Additional options of sbatch by their long names: `mail-type: FAIL`, or `exclusive: true` without a value."""
     srun: dict[str, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class ClusterConfig(ConfigSection):
     price_per_core_hour: str | None = None
     """Price of an hour of a core, in the same form, for runs without GPUs."""
     co2_g_per_kwh: float | None = number(None, least=0)
-    """Grams of CO₂ per kWh of electricity; the cost of runs whose energy was measured then shows CO₂."""
+    """Grams of CO₂ per kWh of electricity; the cost of runs with measured energy then shows CO₂."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the job and its ranks. Secrets are not written to the batch script."""
     setup: list[str] = field(default_factory=list)

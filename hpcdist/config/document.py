@@ -235,7 +235,7 @@ def parse_texts(text: str) -> Any:
 
 
 def escaped(value: T) -> T:
-    """Return plain containers whose texts OmegaConf resolves to those of `value`, also if they contain `${`."""
+    """Return plain containers with texts that OmegaConf resolves to those of `value`, also if they contain `${`."""
     result: Any = value
     if isinstance(value, dict):
         result = {key: escaped(item) for key, item in value.items()}

@@ -43,7 +43,7 @@ class LaunchConfig(ConfigSection):
     fit_batch: bool = False
     """Halve the micro-batches of an elastic run after CUDA out of memory, and restart; the global batch stays."""
     cache_dir: str = field(default="", metadata=IS_PATH)
-    """Folder of your own that keeps what torch.compile compiles; empty: `.hpcdist-compiled` in runs_dir."""
+    """Folder of your own for the code that torch.compile compiles; empty: `.hpcdist-compiled` in runs_dir."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
 

@@ -141,7 +141,7 @@ def _with_overrides(
     origins: Origins,
     code: Path | None = None,
 ) -> Config:
-    """Return the config of plain containers and overrides. Raises ConfigError, whose text has no secrets."""
+    """Return the config of plain containers and overrides. Raises ConfigError; its text has no secrets."""
     document.split_gpus(tree.get("cluster"))
     with _hidden_values(tree):
         malformed = _add_overrides(overrides, tree, origins)

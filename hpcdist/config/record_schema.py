@@ -28,7 +28,7 @@ class CheckpointConfig(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig(ConfigSection):
-    """What is logged to MLflow, and how often."""
+    """The records for MLflow, and how often they are logged."""
 
     uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
     """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""

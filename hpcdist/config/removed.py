@@ -1,4 +1,4 @@
-"""Config keys and values of earlier versions, each with what to use instead.
+"""Config keys and values of earlier versions, each with its replacement.
 
 CHANGELOG.md lists the same keys and sentences; a test compares them.
 """

@@ -10,7 +10,7 @@ DEFAULT_ROLE = "trainer"
 
 
 def share_of(index: int, num_owners: int, num_items: int) -> range:
-    """Return the share of one owner, if items are divided into consecutive ranges whose lengths differ by at most one.
+    """Return the share of one owner: consecutive items, in number at most one more than those of others.
 
     Args:
         index: number of the owner, from 0.

@@ -96,7 +96,7 @@ def one_line(section: object, *names: str) -> list[str]:
 
 
 def address_problem(address: str) -> str:
-    """Return what is wrong with an address that begins with http:// or https://, for use after its key; empty if valid.
+    """Return the mistake in an address that begins with http:// or https://, for use after its key; empty if valid.
 
     The text does not contain the address, which may hold a password.
     """

@@ -154,7 +154,7 @@ class Topology:
     def from_env(cls, env: Mapping[str, str]) -> "Topology":
         """Return the topology described by environment variables, with the precedence documented in this module.
 
-        Raises TopologyError, whose message names the variables, their values and a fix.
+        Raises TopologyError; its message names the variables, their values and a fix.
         """
         if any(env.get(name) for name in OWN_PLACE):
             return _from_own(Variables(env, _OWN_FIX))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-#: A check of a whole `Config`, whose module imports this one.
+#: A check of a whole `Config`; the module of that class imports this one.
 Check = Callable[[Any], list[str]]
 #: A check of a whole `Config` and of the number of ranks of a new run.
 RankCheck = Callable[[Any, int], list[str]]

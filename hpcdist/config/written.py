@@ -148,7 +148,7 @@ def redacted_argument(text: str) -> str:
 
 
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
-    """Return the keys whose values the run folder's config redacts; each as the names that lead to it."""
+    """Return the keys with values that the run folder's config redacts; each as the names that lead to it."""
     stored = dict(document.leaves(redacted(config)))
     return [path for path, value in document.leaves(to_tree(config)) if stored[path] != value]
 
@@ -233,13 +233,13 @@ _NAMES = {
     "__builtins__": {"__build_class__": builtins.__build_class__, **{kind.__name__: kind for kind in _VALUES}},
     "__name__": "params",
 }  # fmt: skip
-#: The syntax of values and types, whose evaluation has no effects. Calls and attributes: see `_is_plain`.
+#: The syntax of values and types; its evaluation has no effects. Calls and attributes: see `_is_plain`.
 _PLAIN = (
     *(ast.AnnAssign, ast.BinOp, ast.ClassDef, ast.Constant, ast.Dict, ast.Expr, ast.Lambda, ast.List, ast.Name),
     *(ast.Set, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.arguments, ast.keyword),
     *(ast.expr_context, ast.operator, ast.unaryop),
 )
-#: What may be called.
+#: Functions that may be called.
 _CALLED = {"Path", "dataclass", "dataclasses.dataclass", "dataclasses.field", "field", *(k.__name__ for k in _VALUES)}
 
 

@@ -34,7 +34,7 @@ _ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(sign
 #: Message of pyxis in the other tasks of a node: it starts one container per node and step, and the log of the task
 #: that started it has the reason.
 _OTHER_TASK_FAILED = "pyxis: container was not started successfully by another task"
-#: A shell whose command was ended by a signal exits with this number plus the signal.
+#: If a signal ends the command of a shell, the shell exits with this number plus the signal.
 _SHELL_SIGNAL = 128
 
 
@@ -52,7 +52,7 @@ class NoContainers:
         """
 
     def clean_up(self, *, failed: bool) -> None:
-        """Remove what the step of an attempt has left on the nodes."""
+        """Remove the files that the step of an attempt has left on the nodes."""
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         """Return a rank's exit code as if it ran outside a container."""

@@ -35,7 +35,7 @@ _MESSAGES = {
 _PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd(?:-\S+)?): error: (pyxis:.*|execve\(\): .*)")
 #: Lines that explain no failed start: Slurm's messages, and the progress of pyxis and apptainer.
 _NO_REASON = re.compile(r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:")
-#: Patterns of errors that no retry solves, and what to do about them.
+#: Patterns of errors that no retry solves, with their fixes.
 _FIXES = (
     ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
     ("Invalid image reference", "write container.image as [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"),

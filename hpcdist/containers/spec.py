@@ -76,7 +76,7 @@ def rank_container(
 
 
 def _mounts(config: Config, folders: Sequence[Path]) -> tuple[Mount, ...]:
-    """Return the mounts of the config, and of folders of the run, whose paths are the same inside as outside."""
+    """Return the mounts of the config, and of folders of the run. The paths of these are the same inside as outside."""
     mounts = [Mount.parse(text) for text in config.container.mounts]
     taken = {mount.target for mount in mounts} | _OF_THE_IMAGE
     paths = list(folders)

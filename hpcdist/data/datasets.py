@@ -383,7 +383,7 @@ def _digits_arrays() -> tuple[_Arrays, _Arrays]:
 
 
 def _idx_arrays(folder: Path, split: str) -> _Arrays:
-    """Return the images of a split of an MNIST-like dataset, whose files may be packed."""
+    """Return the images of a split of an MNIST-like dataset. Its files may be packed."""
     images_name, labels_name = IDX_FILES[split]
     images_path = idx_file(folder, images_name) or folder / images_name
     labels_path = idx_file(folder, labels_name) or folder / labels_name

@@ -237,7 +237,7 @@ def _jsonl_documents(span: Span, on_corrupt: OnCorrupt) -> Iterator[Document]:
 
 
 def _text_of_record(line: bytes) -> tuple[str, str]:
-    """Return the text of a JSONL record and an empty string, or an empty text and what is wrong with the record."""
+    """Return the text of a JSONL record and an empty string, or an empty text and the mistake in the record."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -276,7 +276,7 @@ def list_images(
 
 
 def _scan(folder: Path) -> list[Path]:
-    """Return the sorted paths of what a folder contains, without hidden files and folders."""
+    """Return the sorted paths of the files and folders in a folder, without hidden ones."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:

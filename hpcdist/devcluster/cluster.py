@@ -75,7 +75,7 @@ def caller(env: Mapping[str, str]) -> str:
 
 
 def require_own(layout: Layout, user: str) -> None:
-    """Raise DevClusterError for a cluster of another user, and for a running one whose owner is not known."""
+    """Raise DevClusterError for a cluster of another user, and for a running one with an unknown owner."""
     if _is_foreign(layout, user):
         raise DevClusterError(
             f"{summary(layout)}, is not a cluster of {user}: `hpcdist devcluster up --name NAME` starts another one"

@@ -1,4 +1,4 @@
-"""What a dev cluster needs of this machine, and changes on it: packages and /etc/hosts."""
+"""The requirements of a dev cluster on this machine, and its changes: packages and /etc/hosts."""
 
 import os
 import shutil

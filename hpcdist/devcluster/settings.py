@@ -26,7 +26,7 @@ NETWORK = "10.213.77.0/24"
 FURTHER_NETWORKS = tuple(f"10.213.{number}.0/24" for number in range(78, 94))
 #: The network has further addresses for the head and this machine.
 MAX_NODES = 250
-#: What Slurm assumes of each node. CPUs and memory (MiB) may exceed those of the machine; the GPUs are fake.
+#: The resources of each node for Slurm. CPUs and memory (MiB) may exceed those of the machine; the GPUs are fake.
 CPUS_PER_NODE = 8
 MEMORY_MB = 32768
 GPUS_PER_NODE = 2
@@ -106,7 +106,7 @@ class Settings:
 
 
 class Layout:
-    """The link and the paths of a cluster, all below its state folder, whose path is short: it contains sockets.
+    """The link and the paths of a cluster, all below its state folder. The path is short, because it contains sockets.
 
     Args:
         name: of the cluster. Raises DevClusterError if it is not like NAME.

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from hpcdist.host.machine import text_of
 
 ROOT = Path("/")
-#: Whose memory was exhausted; `group` is a control group of another program, such as one of systemd.
+#: The owner of the exhausted memory; `group` is a control group of another program, such as one of systemd.
 MemoryScope = Literal["step", "job", "container", "group", "machine"]
 _SCOPE_NAMES: dict[MemoryScope, str] = {
     "step": "the Slurm step",
@@ -121,7 +121,7 @@ def memory_kill(before: Mapping[Path, MemoryCounts], root: Path = ROOT) -> Memor
 
 
 def _scope(folder: Path, root: Path) -> MemoryScope:
-    """Return whose group a folder is, by the names that Slurm and container runtimes give to groups."""
+    """Return the owner of a group's folder, by the names that Slurm and container runtimes give to groups."""
     mount = root / "sys/fs/cgroup"
     parts = folder.relative_to(mount).parts
     # In a container with a name space of its own, its group is the top, which has no limit elsewhere. Version 1 has a

@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "failure")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check: its severity, what was found, and how to fix a problem."""
+    """The result of one check: its severity, the finding, and how to fix a problem."""
 
     name: str
     level: Level  #: `warning` for a loss of time or a possible error; `failure` if a run would fail

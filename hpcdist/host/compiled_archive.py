@@ -27,7 +27,7 @@ MAX_BYTES = 2 * 2**30
 _LEFT_OUT_SUFFIXES = (".tmp", ".lock", ".o", ".gch")
 _LEFT_OUT_FOLDERS = ("locks",)
 _LEFT_OUT_PREFIXES = (".", "tmp.pid")
-#: Age of an unfinished archive whose writer was certainly killed.
+#: Age of an unfinished archive at which its writer was certainly killed.
 _LEFT_AFTER_S = 3600.0
 #: Part of an archive that is copied at once.
 _COPIED_BYTES = 1 << 22
@@ -203,7 +203,7 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 def _remove_unfinished(archive: Path) -> None:
-    """Remove what killed writers have left."""
+    """Remove the files that killed writers have left."""
     for path in archive.parent.glob(f".{archive.name}.*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_AFTER_S:

@@ -1,4 +1,4 @@
-"""What torch.compile needs at run time: a compiler, headers, and a cache that no other user can write to."""
+"""Requirements of torch.compile at run time: a compiler, headers, and a cache that no other user can write to."""
 
 import logging
 import os

@@ -21,7 +21,7 @@ _MARKS = {
 
 
 def container_runtime(root: Path = Path("/")) -> str:
-    """Return the runtime whose files are in this process's root file system; empty outside of a container.
+    """Return the runtime with files in this process's root file system; empty outside of a container.
 
     The files alone prove nothing: the disk of a virtual machine, which is its root, may have been made of an image.
     """

@@ -93,7 +93,7 @@ def shorten(descriptor: int, max_bytes: int) -> int:
 #: Bytes per read. A longer line is shown truncated.
 PIECE_BYTES = 1 << 16
 _TRUNCATED = b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES
-#: What is shown of such a line.
+#: The part of such a line that is shown.
 _SHOWN_BYTES = 2000
 #: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
 TAIL_BYTES = 8 << 20

@@ -45,7 +45,7 @@ def write_private(path: Path, text: str) -> None:
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 #: In a user namespace, users without an id there have this one (`nobody`).
 _OVERFLOW_ID = 65534
-#: Groups of this site whose members may change the folders above a user's runs: names, separated by commas.
+#: Groups of this site with members who may change the folders above a user's runs: names, separated by commas.
 TRUSTED_GROUPS = "HPCDIST_TRUSTED_GROUPS"
 _FIX = (
     "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results through a tracking"

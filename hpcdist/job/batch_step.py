@@ -50,7 +50,7 @@ class JobLog:
     """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files."""
 
     def __init__(self, run: RunDir | None = None) -> None:
-        #: Run in whose folder the job's nodes and queue time are recorded; None if they are recorded already.
+        #: Run that gets the record of the job's nodes and queue time; None if it has it already.
         self._run = run
         #: File with the result of the collective check of this attempt; None if nothing is left to be logged.
         self._network: Path | None = None
@@ -265,7 +265,7 @@ def _create_in_job(
     run: RunDir, config: Config, env: Mapping[str, str], cwd: Path, job: CurrentJob, origin: Origin | None
 ) -> RunDir:
     """Create the folder of a run in the first start of its job; `run` is the planned folder."""
-    # Without `run.slurm`, the job was killed while it created this folder, whose name only this job uses.
+    # Without `run.slurm`, the job was killed while it created this folder. Only this job uses its name.
     if run.name.endswith(f"-job{job.id}") and run.path.is_dir() and not run.slurm.exists():
         shutil.rmtree(run.path)
     cluster = cluster_from_job(config.cluster, env, job.time_limit_min)

@@ -16,7 +16,7 @@ from hpcdist.slurm.output import SlurmError, parse_estimate
 from hpcdist.slurm.placement import requested_cluster
 from hpcdist.slurm.reservations import Reservation, clock, first_in_the_way
 
-#: A job whose expected start is within this time starts now: the scheduler looks at new jobs about once a minute.
+#: A job with an expected start within this time starts now: the scheduler looks at new jobs about once a minute.
 NOW_S = 60.0
 #: Number of requests that are tried.
 MAX_TRIES = 4
@@ -112,7 +112,7 @@ def _keys(config: Config, request: Request) -> str:
 
 
 def _continuation(config: Config, request: Request) -> str:
-    """Return the end of a sentence on what follows from a smaller request."""
+    """Return the end of a sentence on the consequences of a smaller request."""
     if request.minutes == config.cluster.time_limit_min:
         if config.data.global_batch_size is None and not config.trainer.script:
             return ", with a smaller batch in each step unless data.global_batch_size is set"

@@ -216,7 +216,7 @@ class SlurmLauncher:
             self._parents = None
 
     def end_step(self) -> None:
-        """End a step whose parents may not have ended their ranks, on every node that answers."""
+        """End a step on every node that answers, because its parents may not have ended their ranks."""
         assert self._parents is not None, "the attempt has started"
         process = self._parents.process
         if self.nodes.end_ranks(self._step):  # Slurm cannot end the step
@@ -391,7 +391,7 @@ class RankStep(ParentRanks):
         self.remove_sockets()
 
     def _note_failed_tasks(self, messages: Iterable[str]) -> None:
-        """Note the ranks whose parents have failed; a rank's own end, which its parent has reported, counts first."""
+        """Note the ranks with failed parents; a rank's own end, which its parent has reported, counts first."""
         for text in messages:
             for rank, (host, code) in ended_tasks(text).items():
                 self._seen_hosts.setdefault(rank, host)
@@ -401,7 +401,7 @@ class RankStep(ParentRanks):
     def _note_end_of_parents(self) -> None:
         retry(lambda: self._note_failed_tasks(self._messages.news()), self.parents.output)
         self._note_failed_tasks([self._last_line(self.parents.output)])  # a killed srun may leave an incomplete line
-        # Also a rank whose parent ended before it has failed, even if the process ended with 0.
+        # Also a rank that has lost its parent has failed, even if the process ended with 0.
         code = self.parents.process.wait() or 1
         self.exits = {**self.exits, **dict.fromkeys(self.remaining, code)}
 

@@ -88,7 +88,7 @@ class Preflight:
             log.info("preflight: %s (%.1f s with srun)", passed[-1].text, seconds)
 
     def _needs(self) -> Needs:
-        """Return what the run needs from each node."""
+        """Return the needs of the run on each node."""
         config = self.config
         gpus = 0
         if config.launch.device != "cpu":

@@ -105,7 +105,7 @@ def unusable_path(path: Path) -> str:
 
 
 def step_name(attempt: Attempt) -> str:
-    """Return the name of the step whose parents start the ranks of this attempt, and perhaps of later ones."""
+    """Return the name of the step with the parents that start the ranks of this attempt, and perhaps of later ones."""
     return f"ranks-{attempt.number:03d}"
 
 

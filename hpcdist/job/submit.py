@@ -113,7 +113,7 @@ def _queued(runs: Sequence[RunDir], job: str, name: str) -> Iterator[None]:
 
 
 def _withdraw(name: str) -> str:
-    """Cancel a job whose submission got no answer, found by its name; returns a sentence about it."""
+    """Cancel a job by its name after its submission got no answer; returns a sentence about it."""
     try:
         job_ids = client.jobs_named(name, retry_s=FIND_S)
         for job_id in job_ids:

@@ -84,7 +84,7 @@ class CheckpointSearch:
         return sorted(hashes)[rank :: self._world_size]
 
     def _problem(self, folder: Path, hashes: Mapping[str, str]) -> str:
-        """Return what is wrong with the files of this rank's share; empty if nothing is."""
+        """Return the problem of the files of this rank's share; empty without one."""
         for name in self._share(hashes, self._rank):
             self._alive()
             try:

@@ -192,7 +192,7 @@ def uses_tcp(nccl_log: str) -> bool:
 
 
 log = logging.getLogger(__name__)
-#: Message whose time is the latency: one element.
+#: Message for the latency: one element.
 _TINY_BYTES = 4
 #: Messages of the bandwidth, in increasing order: the first that is slow counts, else the last.
 MESSAGE_BYTES = (2**20, 2**23)

@@ -20,7 +20,7 @@ MAX_FRAME_BYTES = PART_BYTES + 33
 
 
 def cut(content: Buffer) -> list[Buffer]:
-    """Return the parts of a content whose length the receiver knows, without copying it; no parts if it is empty."""
+    """Return the parts of a content, of a length that the receiver knows, without a copy; no parts if it is empty."""
     if len(content) == 0:
         return []
     if len(content) <= PART_BYTES:

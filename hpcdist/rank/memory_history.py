@@ -48,7 +48,7 @@ def begin() -> None:
     import torch
 
     try:
-        # Without the events of the past, whose number grows, and without the frames of C++, which take longer.
+        # Without the events of the past, which grow in number, and without the frames of C++, which take longer.
         torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
     except Exception as error:
         log.debug("a lack of GPU memory will not be explained by lines of code: %s", error)
@@ -109,7 +109,7 @@ class _AfterImport(MetaPathFinder, Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, whose loader is its own from then on, and call the function."""
+        """Execute the module, which has its own loader from then on, and call the function."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

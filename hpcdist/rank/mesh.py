@@ -43,7 +43,7 @@ def mesh_sizes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int], world_size: int, device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Return the mesh of all ranks, whose groups have a time limit. Call it on every rank."""
+    """Return the mesh of all ranks. Its groups have a time limit. Call it on every rank."""
     complete = mesh_sizes(sizes, world_size)
     mesh = init_device_mesh(device.type, tuple(complete.values()), mesh_dim_names=tuple(complete))
     for group in mesh.get_all_groups():

@@ -260,7 +260,7 @@ def _real(buffer: Tensor) -> Tensor:
     return buffer
 
 
-# Sums over micro-batches in a fixed order: a binary tree whose shape depends on the number of micro-batches alone.
+# Sums over micro-batches in a fixed order: a binary tree. Its shape depends on the number of micro-batches alone.
 #
 # Floating-point addition is not associative, so the order determines the rounding. A rank adds the nodes of the tree
 # that lie in its own share. The ranks then exchange these partial sums: each rank adds one part of the vector, and all
@@ -463,7 +463,7 @@ def _samples_from(division: Division, step: int) -> Iterator[list[tuple[int, int
 
 
 class _SeededSamples(Dataset[Any]):
-    """A dataset whose random numbers, for example for augmentation, follow from (seed, epoch, sample)."""
+    """A dataset with random numbers, for example for augmentation, that follow from (seed, epoch, sample)."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset = dataset

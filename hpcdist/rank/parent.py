@@ -203,7 +203,7 @@ class Parent:
         self.forks = False  #: whether a rank is a fork of this process, or else a new interpreter
         self.env = dict(os.environ)  #: before the imports, which may set variables; of ranks that are not forked
         self._ranks: dict[int, _Rank] = {}
-        self._rest = b""  #: beginning of a request whose end has not arrived
+        self._rest = b""  #: beginning of a request that has not arrived completely
         self._requests_have_ended = False  #: whether no request follows
         self._waiting_signals: list[int] = []
         self._affinity = os.sched_getaffinity(0)  #: before the imports, which may change it

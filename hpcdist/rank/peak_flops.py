@@ -23,7 +23,7 @@ SPECIFIED_TFLOPS = {
     "MI300X": 1307.0,
     "MI250X": 191.5,
 }
-#: In the name of a part of a GPU (multi-instance GPU), whose rate depends on its size.
+#: In the name of a part of a GPU (multi-instance GPU). Its rate depends on its size.
 _PART_OF_A_GPU = "MIG"
 #: Sizes of the square matrices of a measurement: the first one whose product takes long enough to be timed.
 SIZES = (1024, 2048, 4096, 8192)

@@ -1,4 +1,4 @@
-"""The private network of the ranks of a local run: a namespace whose loopback no other user of the machine reaches.
+"""The private network of the ranks of a local run: a namespace with a loopback that no other user reaches.
 
 Reference: https://man7.org/linux/man-pages/man7/network_namespaces.7.html
 """
@@ -26,7 +26,7 @@ _host_counters = -1
 
 
 def is_wanted(config: Config) -> bool:
-    """Return whether the ranks need no network: they run a trainer of hpcdist, whose data is on disk."""
+    """Return whether the ranks need no network: they run a trainer of hpcdist with data on disk."""
     is_shipped = not config.trainer.script and ":" not in config.trainer.target
     return is_shipped and not missing(config.data)
 
@@ -67,7 +67,7 @@ def why_refused() -> str:
 def enter() -> None:
     """Move this process into a namespace of its own, if that is possible. It must have one thread."""
     global _host_counters
-    # Tried before, because a namespace whose loopback interface cannot be started would be worse than none.
+    # Tried before, because a namespace without a loopback interface would be worse than none.
     if why_refused():
         return
     counters = os.open("/proc/net/dev", os.O_RDONLY)

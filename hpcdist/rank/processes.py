@@ -1,4 +1,4 @@
-"""The process of a rank: its name, exit code, stop signals and fork. Imports no torch, whose import takes a second."""
+"""The process of a rank: its name, exit code, stop signals and fork. Imports no torch, because that takes a second."""
 
 import ctypes
 import logging

@@ -91,7 +91,7 @@ def has_unix_sockets(folder: Path) -> bool:
 
 
 class _Waiting(NamedTuple):
-    """A request whose keys do not exist yet."""
+    """A request for keys that do not exist yet."""
 
     client: bytes
     keys: list[bytes]
@@ -142,7 +142,7 @@ class StoreServer(threading.Thread):
         return max(0, math.ceil(1000 * left_s))
 
     def _answer_waiting(self) -> None:
-        """Answer the requests whose keys exist by now, and those whose time limit is over."""
+        """Answer the requests for keys that exist by now, and those after their time limit."""
         now = time.monotonic()
         waiting = self._waiting
         self._waiting = []

@@ -26,7 +26,7 @@ class ReportData:
         notes: the file with facts about the training, which only rank 0 writes.
         monitor: the metric by which the best checkpoint is kept.
         step: returns the number of steps done.
-        waiting: returns a block whose time counts as waiting for other ranks.
+        waiting: returns a block; its time counts as waiting for other ranks.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _CALL, _RESULT, _ERROR = range(3)
 #: A node that has not answered TCP for this time is gone, in seconds: longer than a network needs to change its routes.
 _SILENCE_S = 12
-#: Interval of the search for calls whose time limit is over.
+#: Interval of the search for calls after their time limit.
 _EXPIRY_CHECK_MS = 100
 #: Time for messages to leave a socket that is being closed.
 _LINGER_MS = 2000
@@ -299,7 +299,7 @@ class Transport:
             self._send(source, _ERROR, number, "", str(RemoteError.of(error, self.place)))
 
     def _watch(self) -> None:
-        """Fail calls to ranks whose connection ends, and calls whose time is over; admit clients that know the key."""
+        """Fail calls to lost ranks, and calls after their time limit; admit clients that know the key."""
         poller = zmq.Poller()
         admission = self._admission
         for sock in self._monitors:

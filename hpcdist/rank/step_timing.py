@@ -53,12 +53,12 @@ class HostClock:
     mark = staticmethod(time.perf_counter)
 
     def measure(self, *parts: list[float]) -> tuple[float, ...]:
-        """Return the seconds of each part of a step, whose marks are begin, end, begin, end, …"""
+        """Return the seconds of each part of a step from its marks: begin, end, begin, end, …"""
         return tuple(sum(part[1::2]) - sum(part[::2]) for part in parts)
 
 
 class EventClock:
-    """Clock for computations on a GPU: a mark is an event, whose time is known once the GPU has passed it.
+    """Clock for computations on a GPU: a mark is an event; its time is known once the GPU has passed it.
 
     Data time is therefore the time in which the GPU waits, and a slow host increases the compute time.
     """
@@ -247,7 +247,7 @@ class StepTimer:
             return
         if not model.training:
             if not self._is_computing:
-                self.began = None  # an evaluation, whose end is unknown: this step is not counted
+                self.began = None  # an evaluation with an unknown end: this step is not counted
             return
         if not torch.is_grad_enabled():
             self.skip()
@@ -322,7 +322,7 @@ class NodeTimes:
         return {self._prefix + key: value for key, value in means.items()}
 
 
-#: Maximum number of searches for the parameter whose gradient comes last.
+#: Maximum number of searches for the parameter with the last gradient.
 MAX_SEARCHES = 5
 
 
@@ -369,7 +369,7 @@ class LastGradient:
         self._kept: set[int] = set()
         self._handles: list[Any] = []
         self._num_searches = 0
-        #: Index of the parameter whose gradient came last, during a search.
+        #: Index of the parameter with the last gradient, during a search.
         self.last: int | None = None
         self.search()
 

@@ -66,7 +66,7 @@ def monitored_node(config: Config, run: RunDir, topology: Topology, journal: Jou
 
 
 def _usage(disk_path: str, network_before: tuple[int, int], gpus: Mapping[int, object]) -> dict[str, float]:
-    """Return the metrics of this node, whose names contain their units.
+    """Return the metrics of this node. Their names contain the units.
 
     Args:
         network_before: the result of `_network_bytes` from which the traffic counts.

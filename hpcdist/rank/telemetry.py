@@ -48,7 +48,7 @@ class _Row:
 class LossWatch:
     """Reports the first loss that is NaN or infinite at several logged steps in a row, or ends the training.
 
-    A loss is a metric whose name contains `loss`, unless it is the best value so far.
+    A loss is a metric with `loss` in its name, unless it is the best value so far.
 
     Args:
         limit: number of logged steps after which the training ends; None to report such a loss only.
@@ -56,7 +56,7 @@ class LossWatch:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._rows: dict[str, _Row] = {}  #: by metric, of losses whose last value was not finite
+        self._rows: dict[str, _Row] = {}  #: by metric, of losses with a last value that was not finite
         self.finding = ""  #: the report
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:

@@ -594,7 +594,7 @@ def _shorten(text: str) -> str:
 # Threads are joined, functions of `atexit` are called and open files are flushed. Then `os._exit` ends the process:
 # destructors of gloo and NCCL may block when other ranks have died, and so may threads of libraries.
 
-#: Time limit after a failure, whose restart waits for the end of all ranks.
+#: Time limit after a failure: the restart waits for the end of all ranks.
 FAILED_S = 3.0
 #: Time for functions of `atexit` if threads have used up the limit, and for flushing files.
 ATEXIT_S = 3.0
@@ -715,7 +715,7 @@ def _name(thread: threading.Thread) -> str:
 
 def _files() -> list[Any]:
     """Return the file objects of this process; after `gc.freeze`, only those that were created since."""
-    # Not an abstract class of `io`, whose check takes ten times as long.
+    # Not an abstract class of `io`: its check takes ten times as long.
     return [value for value in gc.get_objects() if issubclass(type(value), _io._IOBase)]
 
 

@@ -220,7 +220,7 @@ def _histogram(figure: Histogram) -> Markup:
 
 
 def _matrix(matrix: Matrix) -> Markup:
-    """Return a table whose cells are shaded by their share of the row."""
+    """Return a table with cells that are shaded by their share of the row."""
     head = Markup("").join(tag("th", name) for name in matrix.names)
     rows = [tag("tr", Markup("<th></th>") + head)]
     for name, values in zip(matrix.names, matrix.values, strict=True):

@@ -159,7 +159,7 @@ def _judged(value: ComparedValue, verdict: Verdict) -> ComparedValue:
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
-    """Return what is compared of a run: title of a section → name of a row → value."""
+    """Return the compared values of a run: title of a section → name of a row → value."""
     try:
         changes = retry(run.patch.read_bytes, run.patch)
     except FileNotFoundError:

@@ -66,7 +66,7 @@ _OLD_BEAT_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The cause of a failure, where it was found, and how to fix it. What is unknown is empty."""
+    """The cause of a failure, where it was found, and how to fix it. Unknown texts are empty."""
 
     cause: str
     evidence: str = ""
@@ -78,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation(Finding):
-    """Why a run failed or waits. What does not apply is empty; without a cause there is nothing to explain."""
+    """Why a run failed or waits. Texts that do not apply are empty; without a cause there is nothing to explain."""
 
     cause: str = ""
     status: str
@@ -209,7 +209,7 @@ def _memory_warning(now: RunStatus) -> Finding | None:
 
 
 def _doubt(run: RunDir, state: State) -> str:
-    """Return what may be wrong with a run that has no failure to explain: an earlier hang, or an old heartbeat."""
+    """Return a possible problem of a run that has no failure to explain: an earlier hang, or an old heartbeat."""
     if not state.attempt:
         return ""
     attempt = run.attempt(state.attempt)
@@ -332,7 +332,7 @@ def _last_words(run: RunDir) -> Finding | None:
 def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:
     """Explain the end of an attempt; None if nothing about it is known.
 
-    The error of the rank that the supervisor's record names is the cause, else what the logs say about a rank that
+    The error of the rank that the supervisor's record names is the cause, else a failure in the logs of a rank that
     could not report one, else the record itself.
 
     Args:
@@ -408,7 +408,7 @@ def _of_preflight(run: RunDir, attempt: Attempt, check: Mapping[str, str]) -> Fi
 
 
 def _of_stacks(run: RunDir, attempt: Attempt) -> Finding | None:
-    """Return the hang whose stack traces were collected before the ranks were killed; None if there was none."""
+    """Return the hang, if stack traces were collected before the ranks were killed; None if there was none."""
     with suppress(FileNotFoundError), open_regular(attempt.stacks_summary) as file:
         sentence = file.readline(MAX_LINE_CHARS).decode(errors="replace").rstrip("\n")
         summary = attempt.stacks_summary.relative_to(run.path)
@@ -430,7 +430,7 @@ def read_faults(run: RunDir, attempts: Sequence[AttemptFacts]) -> dict[int, Find
         start = ends.get(facts.number)
         finding = Finding(cause=facts.cause)
         if start is None or attempt.failure.is_file():
-            is_last = facts is attempts[-1]  # whose are the logs that all attempts share
+            is_last = facts is attempts[-1]  # the logs that all attempts share are about it
             finding = explain_attempt(run, attempt, facts.cause, read_logs=is_last) or finding
         elif start.state in ("PREEMPTED", "CANCELLED"):
             continue

@@ -355,7 +355,7 @@ class RunFacts:
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
     overrides: Mapping[str, Override] = field(default_factory=dict)
-    """Keys whose values differ from the config as given."""
+    """Keys with other values than the config as given."""
     like: str = ""  #: the run that has given its config and code
     like_run_id: str = ""  #: its id in MLflow; empty if it was not uploaded
     sweep: str = ""  #: name of the sweep that this run is a cell of

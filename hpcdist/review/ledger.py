@@ -40,7 +40,7 @@ MEANINGS: dict[Cause, str] = {
 #: Wall time below which a run is named short beside the shares of its causes.
 SHORT_S = 60.0
 SHORT_RUN = "short run"
-#: Causes of rank 0 whose times are recorded (`phases.jsonl`).
+#: Causes of rank 0 with recorded times (`phases.jsonl`).
 PHASES: tuple[Cause, ...] = ("start", "compile", "evaluation", "checkpoint", "finish")
 
 _G_PER_KG = 1000
@@ -211,7 +211,7 @@ class AllocationTimes:
 
 
 def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
-    """Return the attempts of a run whose supervisor has recorded their begin, oldest first; they do not overlap."""
+    """Return the attempts of a run with a recorded begin, oldest first; they do not overlap."""
     attempts: list[tuple[Attempt, AttemptTimes]] = []
     for attempt in run.attempts():
         times = read_times(attempt)
@@ -326,7 +326,7 @@ class Ledger:
     intervals: tuple[Interval, ...] = ()
     queue_s: float = 0.0  #: wall time in the queue; no resources are allocated meanwhile
     energy_kwh: float | None = None  #: None where no sensor measures it
-    energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
+    energy_of: str = ""  #: the measured devices: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
     spans: tuple[tuple[float, float], ...] = ()  #: begin and end of each allocation, in seconds since the epoch
     is_measured: bool = True  #: False with attempts in which a plain script has reported no steps
@@ -464,12 +464,12 @@ def read_ledger(run: RunDir) -> Ledger:
 
 
 def ledgers_of(runs: Iterable[RunDir]) -> dict[str, Ledger]:
-    """Return the ledgers of runs by name; an empty one for a run whose files cannot be read."""
+    """Return the ledgers of runs by name; an empty one for a run with unreadable files."""
     return {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
 
 
 def _energy_of(allocations: Iterable[AllocationTimes]) -> dict[str, float]:
-    """Return the energy in joules by what was measured: nodes by Slurm's accounting, else GPUs and CPUs by ranks."""
+    """Return the energy in joules by measured device: nodes by Slurm's accounting, else GPUs and CPUs by ranks."""
     energy_j: dict[str, float] = {}
     for allocation in allocations:
         if allocation.energy_j is not None:
@@ -513,7 +513,7 @@ def together(ledgers: Collection[Ledger]) -> Ledger:
 def _lost_parts(run: RunDir, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
     """Return which part of the new steps of an attempt is lost: steps after the newest checkpoint, not done again.
 
-    A finished run has kept all steps. What the last attempt of a plain script has kept is unknown, so it counts.
+    A finished run has kept all steps. The kept steps of the last attempt of a plain script are unknown, so all count.
     """
     checkpoints = read_checkpoints(run)
     if not attempts:
@@ -697,7 +697,7 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
 
 
 def _phase_spans(timed: TimedAttempt, last: float) -> tuple[list[Span], float, Cause]:
-    """Return the recorded phases until `last` with the time between them, the end of these spans, and what follows."""
+    """Return the recorded phases until `last` with the time between them, their end, and the cause after it."""
     phases: list[Span] = []
     for record in read_json_lines(timed.attempt.phases):  # some may be damaged
         began = record.get("began", -1.0)

@@ -71,7 +71,7 @@ def _escaped(line: str) -> Markdown:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table, whose cells are escaped unless they are Markdown."""
+    """Return a table. Its cells are escaped unless they are Markdown."""
     # MLflow shows tables without space between the columns, and removes simple spaces.
     first, *others = ["&nbsp;&nbsp;| ".join(map(_cell, cells)) for cells in (head, *rows)]
     rule = " | ".join(["---"] * len(head))

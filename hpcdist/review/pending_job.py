@@ -64,7 +64,7 @@ def why_waiting(job: JobInfo, now: float) -> tuple[str, str]:
 
 
 def _in_numbers(job: JobInfo, now: float) -> tuple[str, str] | None:
-    """Return the limit or reservation for which a pending job waits, and what to do; None for other reasons.
+    """Return the limit or reservation for which a pending job waits, and a fix; None for other reasons.
 
     It is also None if Slurm does not answer.
     """

@@ -133,7 +133,7 @@ def render_sweep(
 def charts_of(
     sweep: SweepDir, facts: SweepFacts, spent: Mapping[str, Ledger], read: ReadSeries
 ) -> dict[str, charts.Chart]:
-    """Return the charts of a sweep, see `sweep_charts`, without the curves of cells whose files cannot be read."""
+    """Return the charts of a sweep, see `sweep_charts`, without the curves of cells with unreadable files."""
     series = {run.name: readable(partial(read, run)) or {} for run in sweep.cells()}
     return sweep_charts(facts, series, spent)
 
@@ -147,7 +147,7 @@ def as_image(chart: charts.Chart) -> str:
 
 
 def render_report(run: RunDir, read: ReadSeries) -> str:
-    """Return the report of a run as HTML, without the parts whose files are damaged; it names the problems."""
+    """Return the report of a run as HTML. It leaves out parts with damaged files, and names the problems."""
     problems: list[str] = []
 
     def part(read: Callable[[RunDir], T]) -> T | None:

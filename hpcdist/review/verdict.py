@@ -55,7 +55,7 @@ class Verdict:
     delta: float
     word: str
     interval: tuple[float, float] | None = None  #: the 95 % confidence interval of delta; None if it is unknown
-    method: str = ""  #: how the interval was computed, or what is missing for one
+    method: str = ""  #: how the interval was computed, or the missing data for one
 
     def beside(self, other: str) -> str:
         """Return the word before the name of the other result: `within noise of B`."""
@@ -137,7 +137,7 @@ def _interval_of_means(first: Sequence[float], second: Sequence[float]) -> tuple
 
 
 def _floats(values: Sequence[float]) -> list[float]:
-    """Return the values as floats: per-sample results may be bytes, whose difference 0 - 1 would be 255."""
+    """Return the values as floats: per-sample results may be bytes, and their difference 0 - 1 would be 255."""
     return [float(value) for value in values]
 
 

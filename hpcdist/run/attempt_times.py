@@ -32,7 +32,7 @@ class Resources:
     idle: tuple[str, ...] = ()  #: nodes of the allocation without ranks
 
 
-#: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
+#: The causes of the time of a GPU or core, in the order of the ledger (`review/ledger.py`).
 Cause = Literal[
     "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "discarded", "finish",
     "idle", "down", "unknown",

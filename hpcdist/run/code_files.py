@@ -1,6 +1,6 @@
 """Which files of a tree are code: outputs and data that lie beside the code are no part of a snapshot.
 
-What git tracks is code. Of other files, sources are code, and so are small settings, unless their folder contains
+Files that git tracks are code. Of others, sources are code, and so are small settings, unless their folder contains
 outputs and no source. Everything else is data or an output, such as a model or a log.
 """
 

@@ -64,7 +64,7 @@ def read_origin(run: RunDir) -> Origin | None:
 
 
 def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
-    """Return the keys whose values differ from the config of origin, without those that only locate the run."""
+    """Return the keys with other values than the config of origin, without those that only locate the run."""
     if not origin.values:
         return {}
     skipped: tuple[str, ...] = LOCATION

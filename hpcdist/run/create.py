@@ -45,7 +45,7 @@ def label_of(config: Config) -> str:
 
 
 def plain_name(text: str) -> str:
-    """Return a text whose characters are allowed in names of runs and experiments; others become `_`."""
+    """Return a text with characters that are allowed in names of runs and experiments; others become `_`."""
     return re.sub(r"[^\w.-]", "_", text).lstrip("._-") or "script"
 
 
@@ -194,8 +194,8 @@ def create_run(
     Args:
         cwd: folder of the code, unless `like` is given.
         launcher: recorded in `environment.json`.
-        like: the run whose code the new run gets.
-        weights: what `model.init_from` names.
+        like: the run that gives the new one its code.
+        weights: the files that `model.init_from` names.
     """
     run = RunDir.create(config.folder)
     if config.container.runtime != "none":

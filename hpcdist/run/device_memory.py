@@ -1,4 +1,4 @@
-"""What held the memory of a GPU when an allocation failed, by line of code: from torch's snapshot to sentences.
+"""The memory of a GPU when an allocation failed, by line of code: from torch's snapshot to sentences.
 
 A rank that ends because of it stores the result in its outcome file, and `hpcdist explain` and the run's page show it.
 https://docs.pytorch.org/docs/stable/torch_cuda_memory.html describes the snapshot.

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 #: Folder of the figures among the artifacts of a run.
 FOLDER = "figures"
 MAX_BYTES = 1 << 20
-#: Limits of what the report draws.
+#: Limits of the figures that the report draws.
 MAX_CLASSES = 100
 MAX_LINES = 8
 MAX_POINTS = 2000

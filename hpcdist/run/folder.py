@@ -559,7 +559,7 @@ def identity(folder: Path) -> str:
 
 
 def require_same(folder: Path, env: Mapping[str, str]) -> None:
-    """Raise RunFolderError if a folder is not the one whose identity is in the environment of this process."""
+    """Raise RunFolderError if a folder has another identity than the environment of this process names."""
     if IDENTITY_VARIABLE in env and _read(folder) != env[IDENTITY_VARIABLE]:
         if not os.path.lexists(folder):
             raise RunFolderError(

@@ -33,7 +33,7 @@ class JobStart:
     state: str = ""  #: of this start in accounting, such as PREEMPTED or NODE_FAIL; empty if it is not known
     resized: float | None = None  #: time since which it has had `last_nodes`, if it has lost nodes or given some back
     last_nodes: str = ""
-    failed_nodes: str = ""  #: names of the nodes whose failure ended this start, with commas; empty if unknown
+    failed_nodes: str = ""  #: names of the failed nodes that ended this start, with commas; empty if unknown
 
     def contains(self, moment: float) -> bool:
         """Return whether a time, in seconds since the epoch, is between begin and end of this start."""

@@ -42,7 +42,7 @@ class LiveCommand:
     num_steps: int = DEFAULT_PROFILE_STEPS  #: steps of a profile
     ranks: list[int] = field(default_factory=lambda: [0])  #: ranks of a profile
     time: float = 0.0  #: when the command was sent, in seconds since the epoch
-    key: str = ""  #: unique to a command whose sender may send it again after a crash; empty for others
+    key: str = ""  #: unique to a command that its sender may repeat after a crash; empty for others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def outcome_of(
     return lines, is_done
 
 
-#: Limit of the steps of a profile, whose events stay in memory until its last step.
+#: Limit of the steps of a profile: its events stay in memory until its last step.
 MAX_PROFILE_STEPS = 1000
 #: Limit of the digits of a rank; a run has at most 262,144 ranks.
 _MAX_DIGITS = 9

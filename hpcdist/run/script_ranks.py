@@ -22,7 +22,7 @@ from hpcdist.run.trainer_source import parse_module
 
 #: Functions that connect a process to the others, by the last part of their names.
 _CONNECTS = ("init_process_group", "init_rpc")
-#: Modules whose functions start processes, and these functions.
+#: Modules with functions that start processes, and these functions.
 _STARTERS = ("multiprocessing", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing")
 _STARTS = ("spawn", "start_processes", "Process")
 #: Variables by which launchers tell a process its rank or its node.
@@ -32,7 +32,7 @@ _OF_LAUNCHERS = {
     *("--local_rank", "--local-rank"),  # options that launchers pass
 }
 _ASKS_TORCH = "is_torchelastic_launched"
-#: Statements of a function or class, whose code runs later than that around it.
+#: Statements of a function or class: its code runs later than that around it.
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -88,7 +88,7 @@ def find_spawn(config: Config, folders: Sequence[Path]) -> Spawn | None:
 
 
 def find_spawn_in_copy(config: Config, run: RunDir) -> Spawn | None:
-    """Return what `find_spawn` does, for the copy of the code in the folder of a run."""
+    """Return the result of `find_spawn` for the copy of the code in the folder of a run."""
     code = code_state(run)
     folders = [Path(folder) for folder in (*import_path(code, run), code.cwd)]
     copy = None

@@ -459,7 +459,7 @@ def import_path(code: CodeState, run: RunDir) -> list[str]:
 
 
 def changed_files(code: CodeState, run: RunDir) -> list[str]:
-    """Return the files of the copy whose originals now have another content, by their path below `root`."""
+    """Return the files of the copy that differ from their originals now, by their path below `root`."""
     if not code.copied:
         return []
     changed = []

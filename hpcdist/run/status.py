@@ -322,7 +322,7 @@ class StatusWatch:
 
 
 def close_if_lost(run: RunDir) -> str:
-    """Record the end of a run whose supervisor or job died without recording one. Returns the reason; "" for others."""
+    """Record the end of a run if its supervisor or job died without a record. Returns the reason; "" for others."""
     if run.read_state().status in ENDED:
         return ""  # without a query to Slurm: there may be many old runs
     snapshot = query_job(run)

@@ -411,7 +411,7 @@ def _end_of(counts: Collection[str]) -> Status:
 
 
 def checkpoint_config(cells: Iterable[RunDir]) -> CheckpointConfig:
-    """Return the section `checkpoint` of the first cell whose config can be read, else the defaults."""
+    """Return the section `checkpoint` of the first cell with a readable config, else the defaults."""
     for cell in cells:
         with suppress(ConfigError, RunFolderError):
             return read_section(cell.config, "checkpoint", CheckpointConfig)

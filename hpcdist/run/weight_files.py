@@ -45,7 +45,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 #: Among the artifacts of a run: the files of the tokenizer with which it was trained.
 TOKENIZER_FOLDER = "tokenizer"
-#: What else such a folder may have, and an export passes on.
+#: Other files that such a folder may have, and an export passes on.
 HUGGING_FACE_EXTRAS = (TOKENIZER_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json")
 #: The index of a model of 405 B parameters has 0.1 MB.
 _MAX_INDEX_BYTES = 64 << 20

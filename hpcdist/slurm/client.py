@@ -45,7 +45,7 @@ _NO_CONFIG = "Could not establish a configuration source"
 #: The message in place of this error.
 NO_CONFIG = "Slurm's commands find no slurm.conf on this machine, nor a controller by DNS: use a login node"
 
-#: Beginnings of the names of variables by which a user's shell changes what Slurm's commands print.
+#: Beginnings of the names of variables by which a user's shell changes the output of Slurm's commands.
 _USER_SETTINGS = ("SACCT_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SQUEUE_")
 #: Programs that read variables of a job as options of the job or step that they start.
 _STARTING = ("sbatch", "srun")
@@ -54,7 +54,7 @@ _SHOWN_CHARS = 100
 
 
 def command_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of Slurm's commands, whose output does not depend on the user's settings."""
+    """Return an environment for Slurm's commands in which their output does not depend on the user's settings."""
     without_settings = {name: value for name, value in env.items() if not name.startswith(_USER_SETTINGS)}
     return {**without_settings, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
@@ -338,7 +338,7 @@ def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
 
 # --- the job that this process runs in: its limits and nodes, its steps, and its requeue
 
-#: States of a job whose batch step keeps running.
+#: States of a job in which its batch step keeps running.
 _BATCH_STEP_CONTINUES = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 #: States of a node (`sinfo`'s long names) that a requeued job may get at once, and that it may get later.
 _IDLE = ("idle",)

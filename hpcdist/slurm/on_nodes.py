@@ -139,7 +139,7 @@ def ask(
 
 
 def _answers_of(nodes: Collection[str], text: str) -> dict[str, dict[str, Any] | None]:
-    """Return what `read_answers` does, for some nodes only."""
+    """Return the result of `read_answers` for some nodes only."""
     return {node: answer for node, answer in read_answers(text).items() if node in nodes}
 
 

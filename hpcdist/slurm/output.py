@@ -11,7 +11,7 @@ from typing import Any
 from hpcdist.config.slurm_notation import minutes_of
 from hpcdist.errors import HpcdistError, plural, shown
 
-#: The beginning of a job's record, whose name may contain anything. The key after it is the same in all releases.
+#: The beginning of a job's record. The job's name may contain anything. The key after it is the same in all releases.
 _JOB_RECORD = re.compile(r"(?P<before>JobId=.*?)JobName=(?P<name>.*?) (?P<after>UserId=\S+\([0-9]+\) .*)")
 
 
@@ -35,7 +35,7 @@ def parse_record(line: str) -> dict[str, str]:
 
 
 class SlurmError(HpcdistError):
-    """A command of Slurm is not installed, failed, did not answer in time, or printed what cannot be read."""
+    """A command of Slurm is not installed, failed, did not answer in time, or printed something unreadable."""
 
     def __init__(self, message: str, *, installed: bool = True, timed_out: bool = False, stderr: str = "") -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class SlurmError(HpcdistError):
         self.stderr = stderr
 
 
-#: What Slurm prints in place of a value, of a time, and of a time limit.
+#: Slurm's texts in place of a value, of a time, and of a time limit.
 _NO_TEXT = ("(null)", "None", "None assigned", "N/A", "Unknown")
 _NO_TIME = ("", "0", "(null)", "None", "N/A", "NONE", "Unknown")
 _NO_LIMIT = ("", "(null)", "INVALID", "N/A", "NOT_SET", "Partition_Limit", "UNLIMITED", "infinite")
@@ -299,7 +299,7 @@ def parse_node_states(text: str) -> list[NodeState]:
 
 
 def parse_boot_times(text: str) -> dict[str, float]:
-    """Return the boot time by node from `scontrol show node --oneliner`, without nodes whose time is unknown."""
+    """Return the boot time by node from `scontrol show node --oneliner`, without nodes with an unknown time."""
     boot_times = {}
     for record in parse_records(text):
         name = record.get("NodeName")

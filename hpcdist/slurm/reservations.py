@@ -66,7 +66,7 @@ def parse_reservations(text: str) -> list[Reservation]:
 def first_in_the_way(
     reservations: Iterable[Reservation], nodes: Collection[str], num_nodes: int, limit_s: float, now: float
 ) -> Reservation | None:
-    """Return the reservation at whose begin too few of `nodes` are left for a job that starts now; None without one.
+    """Return the first reservation that leaves too few of `nodes` for a job that starts now; None without one.
 
     Args:
         num_nodes: the least number of nodes that the job needs.

@@ -39,7 +39,7 @@ for group in groups:
 #: supervisor did this after the start, a supervisor killed in between would leave an orphan. The child then closes the
 #: pipe. The write is in a subshell, because SIGPIPE kills the writer if the guard is dead.
 _REGISTER_AND_EXEC = '(echo "+$$" >&0); exec "$@" </dev/null'
-#: For a child whose standard output is a socket in both directions.
+#: For a child with a socket in both directions as standard output.
 _REGISTER_AND_CONNECT = '(echo "+$$" >&0); exec "$@" <&1'
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a run when an attempt has ended: one value, decided by one function.
+"""The decision about a run when an attempt has ended: one value, returned by one function.
 
 `Supervisor` collects the facts, asks `decide`, and carries out the ending.
 """
@@ -20,7 +20,7 @@ _CONTINUED: tuple[StopCause | None, ...] = (None, "growth", "time_limit")
 
 #: How the ranks of an attempt ended.
 Outcome = Literal["finished", "stopped", "cancelled"] | Failure
-#: What becomes of a run; see `Ending`.
+#: The decision about a run; see `Ending`.
 EndingKind = Literal[
     "finished", "stopped", "failed", "cancelled", "requeue", "requeued", "restart", "move", "grow", "refit"
 ]
@@ -37,10 +37,10 @@ STATUS_AFTER: dict[EndingKind, Status] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What becomes of a run after an attempt.
+    """The decision about a run after an attempt.
 
     finished, stopped, failed, cancelled: the run ends with this status.
-    requeue: the supervisor requeues the job, whose next start continues the run.
+    requeue: the supervisor requeues the job, and its next start continues the run.
     requeued: Slurm has requeued the job already.
     restart: the ranks are restarted on the same nodes.
     move: the ranks are restarted on other nodes, which have been chosen.
@@ -61,7 +61,7 @@ class NodeFindings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """The facts about an ended attempt that decide what becomes of its run.
+    """The facts about an ended attempt on which the decision depends.
 
     Some facts are functions, because they query Slurm or the nodes, or read a file that may change meanwhile. `decide`
     calls only those that it needs.
@@ -84,7 +84,7 @@ class AttemptFacts:
 
 
 def decide(facts: AttemptFacts) -> Ending:
-    """Return what becomes of the run."""
+    """Return the decision about the run."""
     outcome = facts.outcome
     reason = facts.reason
     cause = facts.stop_cause()
@@ -154,7 +154,7 @@ def _continue_in_job(facts: AttemptFacts, reason: str) -> Ending:
 
 
 def continues_after_requeue(status: Status, cause: StopCause | None) -> bool:
-    """Return whether a restarted job continues a run whose end is recorded.
+    """Return whether a restarted job continues a run with a recorded end.
 
     Slurm may have restarted the job although `decide` got no answer from Slurm, or after the supervisor was killed
     between the record of the end and the end of the job. So an end is final only if the run finished, was cancelled, or

@@ -61,7 +61,7 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, parents: bool 
     """Return this user's processes on this machine that are ranks of a run, sorted by rank.
 
     A rank is identified by its command line and environment, and a forked rank by its process name. The children that
-    a rank forks inherit all of these, so a process whose parent is a rank does not count.
+    a rank forks inherit all of these, so a child process of a rank does not count.
 
     Args:
         attempt: number of the attempt; None for the ranks of all attempts.
@@ -281,7 +281,7 @@ def _first_missing(members: Mapping[int, Calls], waiting: Mapping[int, Mapping[i
 
 
 def _verb(verb: str, ranks: Collection[int]) -> str:
-    """Return a verb whose subject is `ranks_text(ranks)`: `calls` for one rank, otherwise `call`."""
+    """Return a verb for the subject `ranks_text(ranks)`: `calls` for one rank, otherwise `call`."""
     return f"{verb}s" if len(ranks) == 1 else verb
 
 
@@ -428,7 +428,7 @@ def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]
 
 #: Limit of the table rows for ranks and for locations, and of the records of collectives.
 MAX_RANKS = 64
-#: Ranks whose stacks are part of the summary.
+#: Ranks with their stacks in the summary.
 MAX_STACKS = 8
 #: Limit of the locations and hosts in the sentence.
 _NAMED = 3
@@ -436,7 +436,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What the snapshots of all ranks show together."""
+    """The summary of the snapshots of all ranks."""
 
     sentence: str  #: ends the reason of the run's failure
     suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty if unclear
@@ -556,7 +556,7 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, a
     text = "; ".join(texts)
     if len(suspected) != 1 or suspected[0][1] != list(suspects):
         return text
-    # All suspects are at one location, whose ranks the sentence names first.
+    # All suspects are at one location. The sentence names its ranks first.
     who = ranks_text(suspects)
     return f"{who} {_verb('differ', suspects)} from the others:{text.removeprefix(who)}"
 
@@ -573,7 +573,7 @@ _COMMAND = (sys.executable, "-P", "-m", "hpcdist.supervisor.hang")
 
 
 def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]) -> Summary | None:
-    """Collect the stacks of the running ranks whose nodes answer within `limit_s` seconds.
+    """Collect the stacks of the running ranks on the nodes that answer within `limit_s` seconds.
 
     The summary is also written to the attempt's folder. Returns None if there are no stacks, or if they cannot be
     written.

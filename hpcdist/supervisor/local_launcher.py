@@ -33,7 +33,7 @@ from hpcdist.supervisor.plan import Plan, code_env, free_port, parent_command, r
 from hpcdist.supervisor.progress import Reporter
 
 log = logging.getLogger(__name__)
-#: Interval of looks at the state of a run whose supervisor starts.
+#: Interval of looks at the state of a run while its supervisor starts.
 _POLL_S = 0.05
 
 

@@ -158,7 +158,7 @@ class ProgressMonitor:
         return min(self._ranks.remaining, key=self._last_sign)
 
     def look(self, now: float) -> bool:
-        """Look for progress of the ranks whose turn it is, and return whether one of them hangs."""
+        """Look for progress of the next ranks in turn, and return whether one of them hangs."""
         count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
         self._last_check = now
         first = self._next_rank

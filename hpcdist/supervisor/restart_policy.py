@@ -19,7 +19,7 @@ _NAMES = {int(number): number.name for number in signal.Signals}
 #: Kinds of failures in which the rank does not report its step. The known step is that of its last heartbeat, which is
 #: due once a second, so the rank may have done more steps.
 _UNREPORTED: tuple[Kind, ...] = ("killed", "out_of_memory", "vanished", "lost")
-#: Kinds whose `error` is the text of an exception.
+#: Kinds with the text of an exception as `error`.
 _RAISED: tuple[Kind, ...] = ("error", "rejected", "unfit", "interrupted")
 #: Number of ranks with which "all 2 ranks" is "both ranks".
 _PAIR = 2
@@ -209,7 +209,7 @@ def _unreported_end(code: int, memory_kill: MemoryKill | None) -> tuple[Kind, st
 
 @dataclass(frozen=True, kw_only=True)
 class LateEnd:
-    """The end of ranks whose code has ended, but whose process did not."""
+    """The end of ranks after their code has ended, but not their process."""
 
     since: float  #: when the code of the last rank ended, in seconds since the epoch
     sentence: str

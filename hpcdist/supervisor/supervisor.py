@@ -70,7 +70,7 @@ class Job(Protocol):
         """Requeue the job, without broken nodes. Raises HpcdistError if Slurm refuses."""
 
     def release_nodes(self) -> None:
-        """End what is left of the ranks, and give back all nodes but the supervisor's."""
+        """End the remaining ranks, and give back all nodes but the supervisor's."""
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ class Supervisor:
         #: Number of restarts that `launch.max_restarts` does not limit: other or more nodes, smaller micro-batches.
         self._moves = 0
         self._state = State(status="created")
-        #: The last attempt whose ranks this process has started; None before the first one.
+        #: The last attempt with ranks that this process has started; None before the first one.
         self._last_attempt: Attempt | None = None
         self._signals = SignalRequests(in_job=self.job is not None)
         #: Set after the ranks have ended if Slurm is ending the job without a signal to this process.
@@ -370,7 +370,7 @@ class Supervisor:
         exits: Mapping[int, int],
         unstarted: Mapping[int, str],
     ) -> Outcome:
-        """Return how an attempt ended whose ranks have ended by themselves.
+        """Return how an attempt ended if its ranks have ended by themselves.
 
         Args:
             outcomes: outcome files of the ranks.
@@ -428,7 +428,7 @@ class Supervisor:
         return replace(outcome, role=roles.name_of(outcome.rank))
 
     def _record_end(self, attempt: Attempt, outcome: Outcome) -> AttemptFacts:
-        """Record and report how an attempt ended. Returns the facts that decide what becomes of the run."""
+        """Record and report how an attempt ended. Returns the facts for the decision about the run."""
         self._times = replace(self._times, ended=time.time(), failed=isinstance(outcome, Failure))
         self._settle_request(attempt, outcome)
         full_disk = ""

@@ -63,7 +63,7 @@ class CommandTag:
             return
         self._next = time.monotonic() + INTERVAL_S
         if not self._command.text or self._command.result:
-            # A new command replaces the last one, whose result may still be missing.
+            # A new command replaces the last one, even if its result is still missing.
             current = mlflow_run.current()
             text = _text(current)
             if text:

@@ -30,7 +30,7 @@ PASS_S = 5.0
 
 
 class Delivery:
-    """Uploads one run, and records in `journal/` what MLflow has (`Sent`), so that the next process continues there.
+    """Uploads one run, and records its state in `journal/` (`Sent`), so that the next process continues there.
 
     All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
     """

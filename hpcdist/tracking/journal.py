@@ -189,7 +189,7 @@ class JournalWriter:
             self._offset -= num_bytes
 
     def _open(self) -> None:
-        """Open the file, and repair its end, or what the file server has lost of it."""
+        """Open the file, and repair its end, or write again the data that the file server has lost."""
         if self._closed:
             raise OSError("the journal is closed")
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -376,7 +376,7 @@ def _record(raw: Any) -> Record | None:
         return None
 
 
-# What the code of a rank logs besides metrics, one JSON line per event, in files beside the journal.
+# Other records of the code of a rank than metrics, one JSON line per event, in files beside the journal.
 #
 #     journal/attempt-001.rank-00000.events.jsonl     {"format":1}
 #                                                     {"t":1760000000000,"param":{"lr":"0.1"}}
@@ -384,7 +384,7 @@ def _record(raw: Any) -> Record | None:
 #                                                     {"t":1760000000000,"dataset":{"name":"digits","digest":"…"}}
 #                                                     {"t":1760000000000,"model":"m-…"}
 #
-# An event `model` names a folder in `logged_models/`, whose model is complete or has changed since. Parameters and tags
+# An event `model` names a folder in `logged_models/`: its model is complete or has changed since. Parameters and tags
 # are cut to MLflow's limits when they are written.
 
 #: Maximum number of characters of a name; `clean_name` shortens it further.
@@ -395,7 +395,7 @@ _READ_BYTES = 16 << 20
 
 
 class Event(NamedTuple):
-    """What the code of a rank has logged besides metrics."""
+    """A record of the code of a rank that is no metric."""
 
     kind: str  #: param, tag, dataset or model
     content: Any

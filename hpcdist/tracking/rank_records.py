@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SCHEME = "hpcdist"
 #: Maximum number of metrics that ranks other than 0 keep for reading back.
 MAX_KEPT = 1000
-#: What hpcdist puts before a name of the rank's code that it uses itself.
+#: Prefix for a name of the rank's code that hpcdist uses itself.
 SCRIPT_PREFIX = "script."
 #: Metrics that hpcdist logs: the ledger, system metrics and the time account.
 RESERVED_PREFIXES = ("usage/", "system/", "time/")
@@ -71,7 +71,7 @@ class Value(NamedTuple):
 
 
 class RankRecords:
-    """What the code of this process has logged, and how it is recorded.
+    """The records of the code of this process, and how they are written.
 
     Args:
         pid: process of the rank. Processes that the rank starts write files of their own, because a journal file has
@@ -224,7 +224,7 @@ class RankRecords:
             self._events.record(kind, content)
 
     def close(self) -> None:
-        """Write what is pending. Raises HpcdistError if records would be lost."""
+        """Write the pending records. Raises HpcdistError if records would be lost."""
         self.journal.close()
         self._events.close()
 

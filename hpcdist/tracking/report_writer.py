@@ -9,7 +9,7 @@ from hpcdist.tracking.series import read_last_values, read_series
 from hpcdist.tracking.upload_state import state_key
 
 log = logging.getLogger(__name__)
-#: Minimum interval between two reports of a run whose state does not change.
+#: Minimum interval between two reports of a run in the same state.
 REPORT_INTERVAL_S = 300.0
 
 

@@ -1,4 +1,4 @@
-"""Upload of what the code of the ranks has logged with MLflow besides metrics and artifacts."""
+"""Upload of the parameters, tags, datasets and models that the code of the ranks has logged with MLflow."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -2,7 +2,7 @@
 
     python -P -m hpcdist.tracking.script_metrics RUN_DIR
 
-It appends what event files, csv files and the log of rank 0 contain to a journal file of its own, which the shipper
+It appends the metrics in event files, csv files and the log of rank 0 to its own journal file, which the shipper
 uploads like all others. The supervisor starts it before the first attempt, and it makes a last pass after the ranks of
 the last one have ended: nothing is lost if a rank is killed. It is a process of its own because a regular expression of
 the user may take forever.
@@ -46,7 +46,7 @@ FILE_SUFFIX = ".files"
 SAVE_S = 20.0
 #: A file of an ended attempt that has changed so long after the last pass was changed by another program.
 OTHER_PROGRAM_S = 60.0
-#: Names of csv files whose columns need no prefix.
+#: Names of csv files with columns that need no prefix.
 _PLAIN_NAMES = ("metrics", "log", "logs", "progress", "history", "summary", "training_log", "results")
 _STDIN = 0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -94,7 +94,7 @@ class ScriptMetrics:
         self._seen: dict[Path, tuple[int, int]] = {}
 
     def read(self, *, over: bool) -> None:
-        """Append what is new; the newest attempt has ended if it is `over`. Raises HpcdistError and OSError."""
+        """Append the new metrics; the newest attempt has ended if it is `over`. Raises HpcdistError and OSError."""
         attempts = self._run.attempts()
         if self._reads_files and self._logs_itself():
             # Its files would repeat the metrics at other steps, as Lightning's csv log beside MLflow's autologging.
@@ -105,7 +105,7 @@ class ScriptMetrics:
             if parts.complete:
                 continue
             final = over or attempt is not attempts[-1]
-            # What later attempts have appended to the same files, or replaced, is theirs.
+            # Lines that later attempts have appended to the same files, or replaced, are theirs.
             ends: dict[Path, int] = {}
             for number in sorted(written, reverse=True):
                 if number > attempt.number:
@@ -224,7 +224,7 @@ def _log(journal: JournalWriter, metrics: Mapping[str, float], step: int, time_m
 
 
 def prefixes_of(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return what precedes the names of the metrics of each file, so that those of several files are apart.
+    """Return a prefix for the metrics of each file, so that those of several files are apart.
 
     A csv file gives its name, unless it is a usual one as `metrics.csv`. Event files, and csv files of one name, give
     their folder: relative to that of the first one of them, which gives none.

@@ -7,7 +7,7 @@ MLflow loads the store by the entry point `mlflow.tracking_store` for the scheme
 
 - `start_run` and `create_run` join this run. A nested run becomes a prefix, `child/loss`, of its names.
 - Another experiment is accepted with a warning. The end of the run in a script does not end the run of hpcdist.
-- Searches and reads answer from what was logged in the rank, earlier attempts included.
+- Searches and reads answer from the records of the rank, earlier attempts included.
 """
 
 import logging
@@ -58,7 +58,7 @@ class _JoinedRun:
     datasets: list[entities.DatasetInput] = field(default_factory=list)
 
     def select(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values whose names have the prefix of this run, by their names without it."""
+        """Return the values with the prefix of this run in their names, by their names without it."""
         selected = {}
         for key, value in values.items():
             if key.startswith(self.prefix):
@@ -439,7 +439,7 @@ class RankArtifacts(LocalArtifactRepository):
             self.log_artifact(path, artifact_path)
 
     def delete_artifacts(self, artifact_path: str | None = None) -> None:
-        """Delete files of the run folder; what is in MLflow already stays there."""
+        """Delete files of the run folder; uploaded ones stay in MLflow."""
         folder, name = os.path.split(artifact_path or "")
         placed = self._placed(folder, name)
         if not self._is_dropped:

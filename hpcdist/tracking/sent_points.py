@@ -13,14 +13,14 @@ from hpcdist.tracking.upload_state import Sent, SentFacts, state_key
 
 @dataclass(kw_only=True)
 class SentPoints(Sent):
-    """What has been taken from the journals, and the rule that takes each (key, step) once; the owner is `Batches`.
+    """The points taken from the journals, and the rule that takes each (key, step) once; the owner is `Batches`.
 
     "Sent" means that a point has passed this rule: the budget may still hold it or leave it out.
     """
 
     FILE = "sent-points.json"
     offsets: dict[str, int] = field(default_factory=dict)
-    """Journal file → bytes whose points have been sent."""
+    """Journal file → bytes with points that have been sent."""
     intent: dict[str, int] = field(default_factory=dict)
     """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow's
     database stores points that agree in key, time, step and value once."""
@@ -45,7 +45,7 @@ class SentPoints(Sent):
         return bool(self.intent or self.closing or self.flushing)
 
     def commit(self) -> None:
-        """Record that MLflow has what was being sent."""
+        """Record that MLflow has the points that were being sent."""
         self.offsets |= self.intent
         self.intent = {}
         self.closing = {}

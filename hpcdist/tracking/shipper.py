@@ -178,7 +178,7 @@ def _ship(delivery: "Delivery", state: State, backoff_s: float) -> float:
 def _end_if_replaced(run: RunDir, parent: _Starter) -> None:
     """End this process, even in a long upload, once another supervisor holds the run of a supervisor that has died.
 
-    Its shipper waits for this one, and sends again what MLflow has not confirmed.
+    Its shipper waits for this one, and repeats the requests that MLflow has not confirmed.
     """
     while True:
         with suppress(RunFolderError, OSError):

@@ -17,11 +17,11 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 
 @dataclass(kw_only=True)
 class SyncReport(Counts):
-    """What an upload has sent; `str` returns it as a sentence."""
+    """The result of an upload; `str` returns it as a sentence."""
 
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
-    busy: str = ""  #: what uploads the run instead; nothing was done
+    busy: str = ""  #: the process that uploads the run instead; nothing was done
 
     @property
     def kind(self) -> str:
@@ -52,7 +52,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True, waits: bool = False)
     if a supervisor starts the run at the same time.
 
     Args:
-        waits: wait for another process that uploads the run, and then upload what it has left.
+        waits: wait for another process that uploads the run, and then upload the rest.
     """
     with only_shipper(run) as only:
         if only:

@@ -88,7 +88,7 @@ class TokenGate:
             await self._answer(scope)(scope, receive, send)
 
     def _answer(self, scope: Scope) -> App:
-        """Return what answers a request: MLflow's server, the page that sets the cookie, or a refusal."""
+        """Return the app that answers a request: MLflow's server, the page that sets the cookie, or a refusal."""
         from starlette.requests import Request  # which comes with MLflow's server
         from starlette.responses import HTMLResponse
 
@@ -193,7 +193,7 @@ def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
 
 
 def command(port: int) -> list[str]:
-    """Return the command of the server, whose standard input is the listening socket."""
+    """Return the command of the server. Its standard input is the listening socket."""
     options = ["--host", HOST, "--port", str(port), "--workers", "1", "--app-name", APP]
     # The log of requests would show the token, and the line about the start would show an address without it.
     uvicorn = "--fd 0 --no-access-log --log-level warning"

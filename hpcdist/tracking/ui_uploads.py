@@ -3,7 +3,7 @@
     python -P -m hpcdist.tracking.ui_uploads RUNS_DIR PID
 
 `hpcdist ui` starts it as a child process before it becomes MLflow's server, process PID; it ends with that server. It
-uploads Slurm runs to a database on this machine, which their jobs cannot do, and closes runs whose supervisor died.
+uploads Slurm runs to a database on this machine, which their jobs cannot do, and closes the runs of dead supervisors.
 """
 
 import os

@@ -51,7 +51,7 @@ class Uploads:
         self._left_out: set[str] = set()
 
     def ship(self, state: State, config: Config, last_step: int) -> None:
-        """Upload what is new or has changed; `last_step` is that of the training in MLflow."""
+        """Upload new and changed files; `last_step` is that of the training in MLflow."""
         try:
             documents = artifacts.documents(self._run, patch=config.tracking.patch)
             if state.status in ENDED:

@@ -35,7 +35,7 @@ class HybridConfig(ConfigSection):
     numeric_columns: list[str] = field(default_factory=list)
     """Numeric columns of the file. Id columns have the names of their tables: an id, a list, or text as `3|17`."""
     hashed_tables: list[str] = field(default_factory=list)
-    """Tables whose ids are any text or number, mapped to a row by CRC-32; in others ids are 0 to rows - 1."""
+    """Tables with any text or number as id, mapped to a row by CRC-32; in others ids are 0 to rows - 1."""
     num_samples: int = number(200_000, least=1)
     """Samples of the synthetic log. The last tenth of a log is for the evaluation."""
 

@@ -284,7 +284,7 @@ NUM_SERVER_THREADS = 2
 
 
 class _Batch(NamedTuple):
-    """A trainer's batch whose gradients have not arrived."""
+    """A trainer's batch without the gradients, which have not arrived."""
 
     units: Bags
     is_sent: bool  #: whether the trainer has their values as they are before the last update

@@ -286,7 +286,7 @@ class Samples:
     num_trainers: int
     steps_per_epoch: int
     num_eval_batches: int  #: equal on all trainers
-    example: Tensor  #: two samples as input of `ClickModel`, whose bags have the size of the largest one
+    example: Tensor  #: two samples as input of `ClickModel`; all bags have the size of the largest one
 
 
 def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, num_shares: int) -> Samples:

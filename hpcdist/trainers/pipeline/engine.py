@@ -115,7 +115,7 @@ class StageEngine:
         return self._wire.activations.receive()
 
     def _received_gradient(self) -> Tensor | None:
-        """Return the gradient of the oldest open output; None in the last stage, whose output is the loss."""
+        """Return the gradient of the oldest open output; None in the last stage: its output is the loss."""
         if self._wire.next_gradients is None:
             return None
         return self._wire.next_gradients.receive()

@@ -11,7 +11,7 @@ from hpcdist.trainers.pipeline.mesh import StageMesh
 
 
 class StageCopies:
-    """The ranks with copies of this rank's stage, whose replicas compute different micro-batches of a step.
+    """The ranks with copies of this rank's stage. The replicas compute different micro-batches of a step.
 
     The gradients of a step are the sum over the replicas. The running statistics become those of a single replica that
     has computed all micro-batches in order: an exponential average is linear in its start value, so that the parts of

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 HANG_MARGIN_S = 60
 #: Second part of the seeds of collectors; `EVALUATION` in `train.py` is that of the agent's test environments.
 _COLLECTION = 0
-#: Smallest number whose logarithm is taken, since that of 0 is not finite.
+#: Smallest argument of a logarithm, since that of 0 is not finite.
 _TINY = np.float32(1e-30)
 
 

@@ -277,7 +277,7 @@ def interval_metrics(optimizer: torch.optim.Optimizer, progress: Progress, meter
 
 
 def evaluate(ctx: Context, cfg: Config, agent: Agent) -> dict[str, float]:
-    """Play full greedy episodes, whose initial states follow from the step. Adds the returns to the history."""
+    """Play full greedy episodes. Their initial states follow from the step. Adds the returns to the history."""
     problem, policy = agent.problem, agent.policy
     rng = np.random.default_rng([cfg.seed, EVALUATION, 1 + agent.progress.step])
     agent.test_envs.begin(rng)

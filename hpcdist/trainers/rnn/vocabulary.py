@@ -44,7 +44,7 @@ class Slot:
     hidden: Tensor  #: [n, hidden]
     probs: Tensor | None = None  #: softmax over the server's rows, [n, rows]
     lse: Tensor  #: over the server's rows, [n]
-    target_places: Tensor  #: places in the batch whose targets this server has
+    target_places: Tensor  #: places in the batch with targets of this server
     targets: Tensor  #: rows of these targets
     factor: Tensor  #: turns probabilities over the rows into those over the vocabulary, times the loss's scale, [n]
     scale: float
@@ -432,7 +432,7 @@ class VocabularyClient:
         self._device = device
 
     def _slices(self, ids: Tensor) -> dict[str, slice]:
-        """Return the slice of the ids whose rows each server has, by name of the server."""
+        """Return the slice of the ids of each server's rows, by name of the server."""
         if len(self._names) == 1:
             return {self._names[0]: slice(None)}
         cuts = torch.searchsorted(ids, self._bounds).tolist()
