@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import reprlib
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -167,6 +168,11 @@ def duration(seconds: float) -> str:
     if seconds < MIN_SHOWN_S:
         return "0 s"
     return f"{seconds:.2g} s"
+
+
+def local_time(seconds: float) -> str:
+    """Return a time, in seconds since the epoch, by this machine's clock: `2026-11-22 12:30`."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def terminal_text(text: str) -> str:

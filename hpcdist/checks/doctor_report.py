@@ -22,6 +22,7 @@ from hpcdist.checks.slurm_checks import SlurmFacts, client_checks, job_end_check
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.slurm_notation import expand
+from hpcdist.errors import local_time
 from hpcdist.host import gpu_info, machine, versions
 from hpcdist.host.check_result import Check, note, ok, warning
 from hpcdist.host.gpu_info import DRIVER_S, driver_version, gpu_device_files, visible_gpus
@@ -258,7 +259,7 @@ def _state_text(node: NodeState) -> str:
     if "*" in node.state:  # Slurm's mark
         text += " (does not answer)"
     if node.since is not None:
-        text += f", since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}"
+        text += f", since {local_time(node.since)}"
     if node.reason:
         text += f", {node.reason!r}"
         if node.user:

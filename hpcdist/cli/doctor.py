@@ -16,7 +16,7 @@ import typer
 
 from hpcdist.cli import options
 from hpcdist.cli.options import Json, OptionalRunName, argument, console, named, wrapped
-from hpcdist.errors import few
+from hpcdist.errors import few, local_time
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> lis
 
     out = console()
     width = min(out.width, _MAX_WIDTH)
-    now = time.strftime("%Y-%m-%d %H:%M")
-    _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {now}")])
+    _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {local_time(time.time())}")])
     page = []
     # The spinner shows the sections in progress at the bottom of a terminal.
     with out.status("checking") if out.is_terminal else nullcontext() as status:

@@ -29,7 +29,7 @@ from hpcdist.config.roles import rank_table
 from hpcdist.config.schema import Config
 from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.config.written import redacted
-from hpcdist.errors import HpcdistError, RunFolderError, duration, plural, terminal_text
+from hpcdist.errors import HpcdistError, RunFolderError, duration, local_time, plural, terminal_text
 from hpcdist.host import retry
 from hpcdist.host.files import open_regular, short_path
 from hpcdist.host.log_files import PIECE_BYTES, say
@@ -736,5 +736,4 @@ def _expected_start(status: run_status.RunStatus) -> str:
     facts = status.facts
     if facts is None or not facts.waiting or facts.started is None or facts.started <= time.time():
         return ""
-    start = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.started))
-    return f", expected to start at {start}"
+    return f", expected to start at {local_time(facts.started)}"

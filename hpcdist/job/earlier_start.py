@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from hpcdist.config.schema import Config
-from hpcdist.errors import TopologyError, UserMistake
+from hpcdist.errors import TopologyError, UserMistake, local_time
 from hpcdist.job import submit
 from hpcdist.slurm import client
 from hpcdist.slurm.output import SlurmError, parse_estimate
 from hpcdist.slurm.placement import requested_cluster
-from hpcdist.slurm.reservations import Reservation, clock, first_in_the_way
+from hpcdist.slurm.reservations import Reservation, first_in_the_way
 
 #: A job with an expected start within this time starts now: the scheduler looks at new jobs about once a minute.
 NOW_S = 60.0
@@ -65,7 +65,7 @@ def advice(config: Config, nodes: Collection[str], reservation: Reservation | No
     if found is not None:
         return f"{why}: with {_keys(config, found)} it would start now{_continuation(config, found)}"
     if reservation is not None:
-        return f"{why}: it waits for the end at {clock(reservation.end)}"
+        return f"{why}: it waits for the end at {local_time(reservation.end)}"
     return ""
 
 

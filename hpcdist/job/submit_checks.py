@@ -20,7 +20,7 @@ from hpcdist.containers.spec import container_problems, planned_container
 from hpcdist.environments.modules import module_problems
 from hpcdist.environments.rank_environment import environment_problems
 from hpcdist.environments.torch_check import torch_problems
-from hpcdist.errors import ConfigError, RunFolderError, TopologyError, UserMistake, suggestion
+from hpcdist.errors import ConfigError, RunFolderError, TopologyError, UserMistake, local_time, suggestion
 from hpcdist.host.json_files import LARGEST, read_json
 from hpcdist.host.ownership import user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
@@ -483,8 +483,7 @@ def _reservation_begins(cluster: ClusterConfig) -> str:
     is_long_enough = end - begin >= 60 * cluster.time_limit_min
     if begin <= time.time() or not is_long_enough:
         return ""
-    clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(begin))
-    return f"cluster.sbatch.reservation={name} begins at {clock}: the run will wait until then"
+    return f"cluster.sbatch.reservation={name} begins at {local_time(begin)}: the run will wait until then"
 
 
 def _check_run(config: Config, missing_data: str, findings: Findings) -> None:

@@ -27,7 +27,7 @@ MISSING = "–"
 _FILES = "code files"
 #: Limit of the files that are shown.
 _MAX_FILES = 20
-#: Digits of a file's digest.
+#: Shown digits of the digest of a file.
 _DIGEST_DIGITS = 12
 #: Keys of the environment that other rows show.
 _OWN_ENVIRONMENT = ("command", "code.", "git_", "like.", "slurm.")
@@ -166,7 +166,7 @@ def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dic
         changes = b""
     patch = "none"
     if changes:
-        patch = f"code.patch {hashlib.sha256(changes).hexdigest()[:12]}"
+        patch = f"code.patch {hashlib.sha256(changes).hexdigest()[:_DIGEST_DIGITS]}"
     environment = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}
     environment["nodes"] = text_of(", ".join(facts.nodes))
     environment["ranks"] = str(facts.state.world_size)

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 
 from hpcdist.config.slurm_notation import expand
-from hpcdist.errors import TopologyError
+from hpcdist.errors import TopologyError, local_time
 from hpcdist.slurm import client
 from hpcdist.slurm.output import JobInfo, Partition, SlurmError, parse_count, parse_minutes
-from hpcdist.slurm.reservations import clock, first_in_the_way
+from hpcdist.slurm.reservations import first_in_the_way
 
 #: Beginnings of Slurm's reasons for which a reservation may be the cause.
 _MAY_BE_RESERVED = ("ReqNodeNotAvail", "Resources", "Priority", "Nodes_required", "Nodes required")
@@ -109,6 +109,6 @@ def _of_reservation(
     cause = f"the job needs {limit_min:g} min, and {reservation.sentence(nodes, now)} ({job.reason})"
     before = reservation.minutes_before(now)
     if before <= 0:
-        return cause, f"wait for the end of the reservation at {clock(reservation.end)}"
+        return cause, f"wait for the end of the reservation at {local_time(reservation.end)}"
     shorter = f"`scontrol update JobId={job.id} TimeLimit={before}`"
     return cause, f"{shorter} lets it end before that (the run requeues itself); otherwise wait"

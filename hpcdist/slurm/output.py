@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from hpcdist.config.slurm_notation import minutes_of
-from hpcdist.errors import HpcdistError, plural, shown
+from hpcdist.errors import HpcdistError, local_time, plural, shown
 
 #: The beginning of a job's record. The job's name may contain anything. The key after it is the same in all releases.
 _JOB_RECORD = re.compile(r"(?P<before>JobId=.*?)JobName=(?P<name>.*?) (?P<after>UserId=\S+\([0-9]+\) .*)")
@@ -397,8 +397,7 @@ class JobInfo:
         """Return the sentence with the expected start, the time in the queue and the number of requeues."""
         parts = [self.sentence()]
         if self.waiting and self.started is not None and self.started > now:
-            clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.started))
-            parts.append(f"expected to start at {clock}")
+            parts.append(f"expected to start at {local_time(self.started)}")
         queue_s = self.queue_s(now)
         if queue_s is not None:
             parts.append(f"{timedelta(seconds=round(queue_s))} in the queue")

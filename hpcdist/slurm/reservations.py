@@ -1,10 +1,10 @@
 """Reservations of nodes: which one begins before a job could end, and so keeps the job in the queue. Pure functions."""
 
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hpcdist.config.slurm_notation import expand
+from hpcdist.errors import local_time
 from hpcdist.slurm.output import parse_records, parse_text, parse_time
 
 #: Time between the end of a job and a reservation: Slurm starts a job some time after the question.
@@ -28,18 +28,13 @@ class Reservation:
     def sentence(self, nodes: Collection[str], now: float) -> str:
         """Return when it begins, and on which of `nodes`, such as `maintenance maint begins in 30 min on all nodes`."""
         kind = "maintenance" if self.is_maintenance else "reservation"
-        when = f"lasts until {clock(self.end)}"
+        when = f"lasts until {local_time(self.end)}"
         if self.begin > now:
             when = f"begins in {(self.begin - now) / 60:.0f} min"
         if self.nodes.issuperset(nodes):
             return f"{kind} {self.name} {when} on all nodes"
         taken = len(self.nodes.intersection(nodes))
         return f"{kind} {self.name} {when} on {taken} of {len(nodes)} nodes"
-
-
-def clock(seconds: float) -> str:
-    """Return a time as the local date and clock time."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def parse_reservations(text: str) -> list[Reservation]:
