@@ -20,7 +20,7 @@ from hpcdist.review.svg import (
     LEFT,
     RIGHT,
     TOP,
-    Frame,
+    ChartFrame,
     Point,
     colour_of,
     frame_of,
@@ -98,7 +98,7 @@ _FIRST_ATTEMPT = "attempt 1"
 _NAMED_WIDTH = 80
 
 
-def _bands(frame: Frame, starts: Mapping[float, str]) -> list[Markup]:
+def _bands(frame: ChartFrame, starts: Mapping[float, str]) -> list[Markup]:
     """Return the attempts as bands between dashed lines, with the names of those that are wide enough."""
     low, high = frame.x
     inside = {x: name for x, name in starts.items() if low < x <= high}
@@ -208,7 +208,7 @@ def draw(figure: Figure) -> Markup:
 def _histogram(figure: Histogram) -> Markup:
     edges = figure.edges
     counts = figure.counts
-    frame = Frame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
+    frame = ChartFrame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
     parts = frame.axes(figure.x_label, figure.y_label)
     for (begin, end), count in zip(pairwise(edges), counts, strict=True):
         left = frame.left(begin)

@@ -93,7 +93,7 @@ def colour_of(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ChartFrame:
     """The coordinates of a chart: a range of values on each axis."""
 
     x: Point  #: on a logarithmic axis the logarithms of the values, as in `y`
@@ -143,7 +143,7 @@ def frame_of(
     is_log: bool = False,
     is_log_x: bool = False,
     x_names: Sequence[str] = (),
-) -> Frame:
+) -> ChartFrame:
     """Return a frame around all points, with a margin above and below.
 
     Args:
@@ -156,7 +156,7 @@ def frame_of(
     if is_log:
         ys = tuple(map(math.log10, ys))
     x = _with_margin(xs, x_margin)
-    return Frame(x, _with_margin(ys, _Y_MARGIN), is_log=is_log, is_log_x=is_log_x, x_names=x_names)
+    return ChartFrame(x, _with_margin(ys, _Y_MARGIN), is_log=is_log, is_log_x=is_log_x, x_names=x_names)
 
 
 def _with_margin(values: Sequence[float], share: float) -> Point:
@@ -172,12 +172,12 @@ def spans_power_of_ten(values: Iterable[float]) -> bool:
     return 0 < 10 * min(numbers) <= max(numbers)
 
 
-def places_of(frame: Frame, points: Iterable[Point]) -> str:
+def places_of(frame: ChartFrame, points: Iterable[Point]) -> str:
     """Return points as the attribute `points` of a line or an area."""
     return " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
 
 
-def line(frame: Frame, name: str, points: Sequence[Point], colour: str) -> Markup:
+def line(frame: ChartFrame, name: str, points: Sequence[Point], colour: str) -> Markup:
     """Return a line through points, or a dot for a single one."""
     if len(points) == 1:
         return dot_at(frame, points[0], colour, f"{name}: {number(points[0][1])}")
@@ -185,7 +185,7 @@ def line(frame: Frame, name: str, points: Sequence[Point], colour: str) -> Marku
     return tag("polyline", title, class_="line", style=f"stroke:{colour}", points=places_of(frame, points))
 
 
-def dot_at(frame: Frame, point: Point, colour: str, title: str) -> Markup:
+def dot_at(frame: ChartFrame, point: Point, colour: str, title: str) -> Markup:
     """Return a dot with a title that appears under the mouse pointer."""
     x, y = point
     return tag("circle", tag("title", title), style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=_RADIUS)

@@ -60,7 +60,7 @@ class NodeFindings(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptFacts:
+class EndedAttempt:
     """The facts about an ended attempt on which the decision depends.
 
     Some facts are functions, because they query Slurm or the nodes, or read a file that may change meanwhile. `decide`
@@ -83,7 +83,7 @@ class AttemptFacts:
     is_requeued: Callable[[], bool]  #: whether Slurm has requeued the job since this start of it
 
 
-def decide(facts: AttemptFacts) -> Ending:
+def decide(facts: EndedAttempt) -> Ending:
     """Return the decision about the run."""
     outcome = facts.outcome
     reason = facts.reason
@@ -142,7 +142,7 @@ def decide(facts: AttemptFacts) -> Ending:
     return Ending(kind="restart", reason=reason)
 
 
-def _continue_in_job(facts: AttemptFacts, reason: str) -> Ending:
+def _continue_in_job(facts: EndedAttempt, reason: str) -> Ending:
     """Return the ending of a run that can continue only in a new start of its job."""
     # The cause is asked again: a request to stop the run may have arrived while the nodes were checked.
     if facts.job_restarts is None or facts.stop_cause() not in _CONTINUED:

@@ -26,7 +26,7 @@ from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopReq
 from hpcdist.run.reached_steps import reached_step
 from hpcdist.run.resume_text import how_stopped, nothing_saved, resume_point
 from hpcdist.supervisor.children import MetricsReader, ShipperProcess
-from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
+from hpcdist.supervisor.ending import STATUS_AFTER, EndedAttempt, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.protocols import Launcher, NodeChanges
@@ -95,7 +95,7 @@ class Supervisor:
             self._nodes = self.job.nodes
         #: Failures after which the ranks were restarted on the same nodes.
         self._failures: list[Failure] = []
-        self._failure_before: Failure | None = None  #: see `AttemptFacts`
+        self._failure_before: Failure | None = None  #: see `EndedAttempt`
         #: Number of restarts that `launch.max_restarts` does not limit: other or more nodes, smaller micro-batches.
         self._moves = 0
         self._state = State(status="created")
@@ -427,7 +427,7 @@ class Supervisor:
         roles = Roles.of(self.config.roles, self.launcher.num_ranks)
         return replace(outcome, role=roles.name_of(outcome.rank))
 
-    def _record_end(self, attempt: Attempt, outcome: Outcome) -> AttemptFacts:
+    def _record_end(self, attempt: Attempt, outcome: Outcome) -> EndedAttempt:
         """Record and report how an attempt ended. Returns the facts for the decision about the run."""
         self._times = replace(self._times, ended=time.time(), failed=isinstance(outcome, Failure))
         self._settle_request(attempt, outcome)
@@ -445,7 +445,7 @@ class Supervisor:
             self._write_times(attempt, outcome, reason)
             if request is not None and request.ends_run and outcome != "finished":
                 reason = request.after(reason)
-        return AttemptFacts(
+        return EndedAttempt(
             outcome=outcome,
             reason=reason,
             stop_cause=lambda: self._stop_cause(attempt),

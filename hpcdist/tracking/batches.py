@@ -8,7 +8,7 @@ from hpcdist.tracking.point_budget import PointBudget
 from hpcdist.tracking.sent_points import SentPoints, is_of_script
 
 
-class Batches:
+class PointBatches:
     """One batch after another: take the `next`, send it, and `commit` it.
 
     The state determines the points of a batch, so that a process that continues after a crash sends equal points. After

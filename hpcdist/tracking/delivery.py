@@ -10,7 +10,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.review.ledger import allocations_of
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.tracking import artifacts, run_tags
-from hpcdist.tracking.batches import Batches
+from hpcdist.tracking.batches import PointBatches
 from hpcdist.tracking.journal import event_files, read_events
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.mlflow_client import MlflowRun
@@ -56,7 +56,7 @@ class Delivery:
         if self._mlflow_run is None:
             opened = MlflowRun(self.run, self.uri)
             self._sent_facts = SentFacts.load(self.run.journal, opened.run_id)
-            self.batches = Batches(self.run, opened.run_id)
+            self.batches = PointBatches(self.run, opened.run_id)
             self.uploads = Uploads(self.run, opened)
             self._mlflow_run = opened
         return self._mlflow_run
@@ -156,7 +156,7 @@ class Delivery:
                 if time.monotonic() >= until:
                     break
         except (OSError, TrackingError) as error:
-            self.batches = Batches(self.run, mlflow_run.run_id)
+            self.batches = PointBatches(self.run, mlflow_run.run_id)
             if isinstance(error, TrackingError):
                 raise
             raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error

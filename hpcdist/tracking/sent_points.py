@@ -13,7 +13,7 @@ from hpcdist.tracking.upload_state import Sent, SentFacts, state_key
 
 @dataclass(kw_only=True)
 class SentPoints(Sent):
-    """The points taken from the journals, and the rule that takes each (key, step) once; the owner is `Batches`.
+    """The points taken from the journals, and the rule that takes each (key, step) once; the owner is `PointBatches`.
 
     "Sent" means that a point has passed this rule: the budget may still hold it or leave it out.
     """

@@ -28,7 +28,7 @@ _PAUSE_FACTOR = 10
 _POLL_S = 1.0
 
 
-class Uploads:
+class RunUploads:
     """Uploads the new records of runs; a problem of a run is printed once."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the server and this process, which is safe at any time
     runs_dir = Path(arguments[0])
     server = int(arguments[1])
-    uploads = Uploads(env)
+    uploads = RunUploads(env)
     pause_s = PAUSE_S  # `hpcdist ui` has just uploaded everything
     while _is_open(server, pause_s):
         began = time.monotonic()

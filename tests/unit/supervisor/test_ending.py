@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcdist.run.folder import StopCause
-from hpcdist.supervisor.ending import MAX_REQUEUES, AttemptFacts, NodeFindings, Outcome, decide
+from hpcdist.supervisor.ending import MAX_REQUEUES, EndedAttempt, NodeFindings, Outcome, decide
 from hpcdist.supervisor.restart_policy import Failure, Kind
 
 
@@ -55,9 +55,9 @@ def facts(
     may_be_node: bool | None = None,
     full_disk: str = "",
     refit: str = "",
-) -> AttemptFacts:
+) -> EndedAttempt:
     """Return facts; an answer that the test does not give must not be asked for."""
-    return AttemptFacts(
+    return EndedAttempt(
         outcome=outcome,
         reason=outcome.sentence() if isinstance(outcome, Failure) else SAVED,
         stop_cause=causes or (lambda: cause),
@@ -106,7 +106,7 @@ def facts(
         (facts("stopped", "growth", job=LAST), "grow", ""),
     ],
 )
-def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: str, more: str) -> None:
+def test_ending_after_an_attempt_without_a_failure(found: EndedAttempt, kind: str, more: str) -> None:
     ending = decide(found)
     assert (ending.kind, ending.reason) == (kind, SAVED + more)
 
@@ -181,7 +181,7 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
          f"{INTERRUPTED.sentence()}; Slurm signals the time limit, so no restart here{LIMIT}"),
     ],
 )  # fmt: skip
-def test_ending_after_a_failure(found: AttemptFacts, kind: str, reason: str) -> None:
+def test_ending_after_a_failure(found: EndedAttempt, kind: str, reason: str) -> None:
     ending = decide(found)
     assert (ending.kind, ending.reason) == (kind, reason)
 

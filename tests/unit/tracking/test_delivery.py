@@ -131,7 +131,7 @@ mlflow_client.write_json = trap
 BETWEEN_SEND_AND_PERSIST = """
 def trap(self, num_refused):
     os.kill(os.getpid(), signal.SIGKILL)
-batches.Batches.commit = trap
+batches.PointBatches.commit = trap
 """
 
 

@@ -19,7 +19,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.mlflow_limits import clean_metric_name
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal_tail, point_budget
-from hpcdist.tracking.batches import Batches
+from hpcdist.tracking.batches import PointBatches
 from hpcdist.tracking.journal import read_range
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
@@ -125,7 +125,7 @@ class Store:
         self.run = run
         self.random = random.Random(seed)
         self.received: set[Point] = set()
-        self.batches = Batches(run)
+        self.batches = PointBatches(run)
 
     def ship(self, newest: int = 1, *, over: bool, may_be_killed: bool = True) -> bool:
         """Send a batch as `Delivery.ship_records` does. Returns False if there is nothing to send."""
@@ -140,7 +140,7 @@ class Store:
         if killed_after > 3:
             self.batches.commit()
         if killed_after <= 4:
-            self.batches = Batches(self.run)
+            self.batches = PointBatches(self.run)
         return True
 
     def on_new_batch(self, sent: SentPoints) -> None:

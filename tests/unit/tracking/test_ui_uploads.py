@@ -12,14 +12,14 @@ from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import ui_uploads
 from hpcdist.tracking.sync_runs import SyncReport
-from hpcdist.tracking.ui_uploads import Uploads, main
+from hpcdist.tracking.ui_uploads import RunUploads, main
 
 
 def test_new_records_of_a_run_without_a_supervisor_are_uploaded(scene: Scene) -> None:
     env = {"HPCDIST_TRACKING_URI": scene.uri}
     scene.log([1, 2])
     scene.state(status="finished", ended=2.0)
-    uploads = Uploads(env)
+    uploads = RunUploads(env)
     uploads.upload([scene.run])
     assert (scene.entity.info.status, scene.steps()) == ("FINISHED", [1, 2])
     scene.log([3])
@@ -38,7 +38,7 @@ def test_problem_of_a_run_is_printed_once(
         raise PermissionError("not yours") if run is other else TrackingError("the server does not answer")
 
     monkeypatch.setattr(ui_uploads, "sync_run", fail)
-    uploads = Uploads({})
+    uploads = RunUploads({})
     for _ in range(2):
         uploads.upload([other, scene.run, other])
     assert asked == ["second", "first"] * 2, "the others wait if the store fails"
