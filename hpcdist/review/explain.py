@@ -77,6 +77,29 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlierEnd:
+    """The end of an attempt before the last one of a finished run."""
+
+    attempt: int
+    status: str
+    cause: str
+    steps_lost: int | None  #: None if it is unknown
+    finding: Finding | None  #: None without a failure
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The names and texts of the lines that `hpcdist explain` prints."""
+        end = quote(sentence_of(self.status, self.cause))
+        if self.steps_lost:
+            end += f"; {plural(self.steps_lost, 'step')} lost"
+        rows = [(str(self.attempt), end)]
+        if self.finding is not None:
+            findings = [("cause", self.finding.cause), ("fix", self.finding.fix)]
+            rows += [(name, text) for name, text in findings if text not in self.cause]
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
 class Explanation(Finding):
     """Why a run failed or waits. Texts that do not apply are empty; without a cause there is nothing to explain."""
 
@@ -84,7 +107,7 @@ class Explanation(Finding):
     status: str
     sentence: str  #: status and reason
     slurm: str = ""  #: state of the job
-    ended_attempts: tuple[Mapping[str, Any], ...] = ()  #: those before the last one of a finished run
+    ended_attempts: tuple[EarlierEnd, ...] = ()  #: those before the last one of a finished run
     stragglers: tuple[str, ...] = ()
     xids: tuple[str, ...] = ()  #: the last errors of GPUs that the ranks have logged
 
@@ -102,14 +125,8 @@ class Explanation(Finding):
             ]
             rows += [("memory", text) for text in self.memory]
         for attempt in self.ended_attempts:
-            end = quote(sentence_of(attempt["status"], attempt["cause"]))
-            if attempt["steps_lost"]:
-                end += f"; {plural(attempt['steps_lost'], 'step')} lost"
-            rows.append((str(attempt["attempt"]), end))
-            finding = attempt["finding"] or {}
             # Consecutive attempts often have the same cause and fix.
-            findings = [(name, finding.get(name, "")) for name in ("cause", "fix")]
-            rows += [row for row in findings if row not in rows and row[1] not in attempt["cause"]]
+            rows += [row for row in attempt.rows if row not in rows]
         rows += [("slow", text) for text in self.stragglers]
         rows += [("gpu", text) for text in self.xids]
         return [_named_line(name, text) for name, text in rows if text]
@@ -177,17 +194,17 @@ def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
     memory = _memory_warning(now)
     if not earlier and memory is None:
         sentence += "; nothing to explain"
-    findings = {number: asdict(finding) for number, finding in read_faults(run, attempts).items()}
+    findings = read_faults(run, attempts)
     ended = []
     for attempt in earlier[-MAX_ATTEMPTS:]:
         ended.append(
-            {
-                "attempt": attempt.number,
-                "status": attempt.status,
-                "cause": attempt.cause,
-                "steps_lost": attempt.steps_lost,
-                "finding": findings.get(attempt.number),
-            }
+            EarlierEnd(
+                attempt=attempt.number,
+                status=attempt.status,
+                cause=attempt.cause,
+                steps_lost=attempt.steps_lost,
+                finding=findings.get(attempt.number),
+            )
         )
     warning = {}
     if memory is not None:
