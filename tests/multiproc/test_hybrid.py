@@ -203,7 +203,7 @@ def load_late(here: Rank, path: Path, cfg: Config) -> bool:
     return beaten.exists()
 
 
-def test_trainer_waits_for_the_samples_of_another_with_heartbeats(tmp_path: Path) -> None:
+def test_trainer_sends_heartbeats_until_another_has_its_samples(tmp_path: Path) -> None:
     cfg = config(num_servers=1)
     assert all(spawn_ranks(load_late, 3, path=new_run(tmp_path).path, cfg=cfg))
 
