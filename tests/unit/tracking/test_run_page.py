@@ -159,4 +159,4 @@ def test_newest_sample_of_a_trainer_is_on_the_page(scene: Scene) -> None:
     assert f"### Sample\n\na text, step 200:\n\n```text\n{MARK} of 200\n```" in note(scene)
     scene.state(status="finished", reason="")
     shipper.ship_once()
-    assert note(scene).startswith(f"{MARK}\n\n**finished**"), "a mark in the text is not that of the page"
+    assert note(scene).startswith(f"**finished** {MARK}\n"), "a mark in the text is not that of the page"
