@@ -5,11 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 from hpcdist.config.slurm_notation import minutes_of
-from hpcdist.errors import HpcdistError, local_time, plural, shown
+from hpcdist.errors import HpcdistError, duration, local_time, plural, shown
 
 #: The beginning of a job's record. The job's name may contain anything. The key after it is the same in all releases.
 _JOB_RECORD = re.compile(r"(?P<before>JobId=.*?)JobName=(?P<name>.*?) (?P<after>UserId=\S+\([0-9]+\) .*)")
@@ -400,7 +399,7 @@ class JobInfo:
             parts.append(f"expected to start at {local_time(self.started)}")
         queue_s = self.queue_s(now)
         if queue_s is not None:
-            parts.append(f"{timedelta(seconds=round(queue_s))} in the queue")
+            parts.append(f"{duration(queue_s)} in the queue")
         if self.restarts:
             parts.append(f"requeued {plural(self.restarts, 'time')}")
         return ", ".join(parts)

@@ -275,7 +275,7 @@ def test_final_job_state_is_the_cause_of_a_lost_run(run: RunDir, slurm: Callable
             "cause": cause,
             "evidence": f"Slurm: job 7 ended as {state} on n1",
             "fix": "",
-            "slurm": f"job 7 ended as {state} on n1, 0:00:30 in the queue",
+            "slurm": f"job 7 ended as {state} on n1, 30 s in the queue",
         }
 
 

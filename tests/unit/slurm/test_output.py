@@ -85,10 +85,10 @@ def test_requeued_job_of_scontrol() -> None:
     times: dict[str, Any] = {"submitted": at("08:00:57"), "started": at("08:02:58"), "ended": at("09:02:58")}
     assert info == output.JobInfo(id="8", name="requeued", state="PENDING", reason="BeginTime", restarts=1, **times)
     assert info.describe(at("08:01:57")) == (
-        "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 0:01:00 in the queue, requeued 1 time"
+        "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 1 min in the queue, requeued 1 time"
     )
     info = job(output.parse_scontrol(recorded("scontrol", "dependency"), "13"))
-    assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 0:00:01 in the queue"
+    assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 1 s in the queue"
     assert job(output.parse_scontrol(recorded("scontrol", "cancelled"), "6")).reason == "", "why it was pending"
     finished = output.JobInfo(id="1", state="COMPLETED", submitted=100.0, started=99.0)
     assert [replace(finished, started=start).queue_s(150.0) for start in (99.0, 130.0, None)] == [0.0, 30.0, None]
