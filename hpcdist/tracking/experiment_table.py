@@ -68,7 +68,7 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
         result = read_result(run, state, read_last_values)
     left_out = set(_NOT_IN_TAG)
     if not result.metric:
-        left_out.add("value")
+        left_out |= {"value", "step"}
     content = {key: value for key, value in asdict(result).items() if value != "" and key not in left_out}
     opened.set_tags({RESULT_TAG: json.dumps(content)})
     measure = measure_in(partial(_folder_beside, run))
