@@ -66,10 +66,11 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ),
     (
         "How much processor time does a token of the trainer lm take?",
-        "{} of a bare FSDP2 loop, {} of Lightning Fabric",
+        "{} of a bare FSDP2 loop, {} of Lightning Fabric, {} of a loop that also keeps gathered weights",
         (
             r"trainer `lm`: CPU time of a token over a bare FSDP2 loop",
             r"trainer `lm`: CPU time of a token over Lightning Fabric",
+            r"trainer `lm`: CPU time of a token over a bare FSDP2 loop that keeps gathered weights, as it does",
         ),
         "lm",
     ),
