@@ -28,8 +28,9 @@ _PART_OF_A_GPU = "MIG"
 #: Sizes of the square matrices of a measurement: the first one whose product takes long enough to be timed.
 SIZES = (1024, 2048, 4096, 8192)
 LONG_ENOUGH_S = 1e-3
-#: Products that are timed.
-NUM_PRODUCTS = 15
+#: Products that are timed: fewer once they have taken a tenth of a second, since each start of a rank waits for them.
+MAX_PRODUCTS, MIN_PRODUCTS = 15, 3
+MEASURE_S = 0.1
 
 
 def specified_flops(name: str) -> float | None:
@@ -50,7 +51,10 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         _seconds(left, right)  # the first product of a size is slower
         if _seconds(left, right) >= LONG_ENOUGH_S:
             break
-    return 2 * size**3 / statistics.median(_seconds(left, right) for _ in range(NUM_PRODUCTS))
+    seconds: list[float] = []
+    while len(seconds) < MIN_PRODUCTS or (len(seconds) < MAX_PRODUCTS and sum(seconds) < MEASURE_S):
+        seconds.append(_seconds(left, right))
+    return 2 * size**3 / statistics.median(seconds)
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -42,3 +42,20 @@ def test_larger_products_are_measured_until_one_takes_long(monkeypatch: pytest.M
 
     assert measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 16**3 / 2e-3)
     assert 32 not in sizes
+
+
+@pytest.mark.parametrize(("product_s", "num_products"), [(2e-3, 15), (0.02, 5), (1.0, 3)])
+def test_slow_products_are_timed_less_often(
+    monkeypatch: pytest.MonkeyPatch, product_s: float, num_products: int
+) -> None:
+    calls = []
+
+    def seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+        calls.append(product_s)
+        return product_s
+
+    monkeypatch.setattr(peak_flops, "SIZES", (8,))
+    monkeypatch.setattr(peak_flops, "_seconds", seconds)
+    measured_flops(torch.device("cpu"), torch.float32)
+
+    assert len(calls) == 2 + num_products  # one warms up, one chooses the size
