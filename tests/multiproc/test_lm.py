@@ -35,6 +35,10 @@ SIZES = LmModelConfig(
 )
 
 
+#: In the run folder: the weights of the final model.
+EXPORTED = "exported.pt"
+
+
 class Letters:
     """A tokenizer of 26 letters."""
 
@@ -90,11 +94,14 @@ def fit(here: Rank, path: Path, last_step: int | None, tensor: int, lr: float = 
         windows = TokenWindows(file, LENGTH, seed=cfg.seed)
         return SimpleNamespace(train=windows, held_out=windows, vocab_size=26, tokenizer=Letters())
 
+    def export_model(model: torch.nn.Module, _: torch.Tensor) -> None:
+        torch.save(model.state_dict(), path / EXPORTED)
+
     trainer.prepare = prepare  # type: ignore[attr-defined, assignment]
     trainer.Batches.of_step = audited  # type: ignore[method-assign, assignment]
     with open_context(here, RunDir(path), cfg) as ctx:
         stop_at(ctx, last_step)
-        ctx.export_model = lambda *_: None  # type: ignore[method-assign]
+        ctx.export_model = export_model  # type: ignore[method-assign, assignment]
         trainer.train(ctx, cfg)
         close(ctx)
         return ctx.end_reason or "stopped", audit
@@ -167,6 +174,10 @@ def test_a_resumed_run_is_bit_equal_on_the_same_ranks(undisturbed: Trained, tmp_
 
     assert_states_equal(resumed.weights, undisturbed.weights)
     assert resumed.metric("train/loss") == undisturbed.metric("train/loss")
+
+
+def test_final_model_has_the_weights_of_the_last_checkpoint(undisturbed: Trained) -> None:
+    assert_states_equal(dict(torch.load(undisturbed.run.path / EXPORTED)), undisturbed.weights)
 
 
 def check_equal_training(trained: Trained, undisturbed: Trained) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
@@ -389,8 +389,12 @@ def export(ctx: Context, cfg: Config, model: Decoder) -> None:
             "the final model has %.1f B parameters: `hpcdist export` converts its checkpoint", num_parameters / 1e9
         )
         return
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        assert isinstance(weight, DTensor)
+        whole = weight.full_tensor()  # on every rank, one weight at a time
+        if ctx.is_main:
+            weights[name] = whole.cpu()
     if ctx.is_main:
         lm = cfg.section(LmConfig)
         example = torch.zeros(2, lm.sequence_length, dtype=torch.int64)
