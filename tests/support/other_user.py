@@ -2,13 +2,28 @@
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 #: User and group of `nobody`.
 NOBODY = 65534
+
+
+@contextmanager
+def folder_for_all_users() -> Iterator[Path]:
+    """Make a folder that all users can enter, unlike pytest's temporary folders, whose modes belong to this machine."""
+    folder = Path(tempfile.mkdtemp(prefix="hpcdist-users-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def as_other_user(attempt: Callable[[], Any]) -> Any:

@@ -8,7 +8,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from other_user import folder_for_all_users
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
@@ -207,11 +207,8 @@ def test_folder_of_root_is_accepted_and_of_another_user_rejected(
 # --- two users
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """Yield a folder that all users can enter, unlike pytest's temporary folders."""
-    folder = Path(tempfile.mkdtemp(prefix="hpcdist-users-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with folder_for_all_users() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 from context_scene import new_run, open_context
-from other_user import as_other_user
+from other_user import as_other_user, folder_for_all_users
 from spawn import Rank, spawn_ranks
 
 from hpcdist.config.roles import share_of
@@ -346,18 +346,15 @@ def test_damaged_files_are_named(text: Path, cache: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.processes
-def test_the_tokens_of_another_user_are_read(text: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    shared = tmp_path_factory.getbasetemp()
-    assert shared.exists()
-    folder, _ = build(config_of(text), text.parent / "cache")
-    for path in (text, *text.parents):
-        if path.stat().st_uid == os.geteuid() and path.is_dir() and path != Path("/"):
-            path.chmod(0o755)
-    found = as_other_user(lambda: str(build(config_of(text), text.parent / "cache")[0]))
-    assert found == str(folder)
-    message = as_other_user(lambda: build(config_of(text, held_out_every=3), text.parent / "cache"))
+def test_the_tokens_of_another_user_are_read() -> None:
+    with folder_for_all_users() as shared:
+        text = write_jsonl(shared / "text.jsonl", SENTENCES)
+        folder, _ = build(config_of(text), shared / "cache")
+        found = as_other_user(lambda: str(build(config_of(text), shared / "cache")[0]))
+        assert found == str(folder)
+        message = as_other_user(lambda: build(config_of(text, held_out_every=3), shared / "cache"))
     assert message == (
-        f"DataError: the tokens of the text cannot be kept in {text.parent}/cache (Permission denied): set data.root"
+        f"DataError: the tokens of the text cannot be kept in {shared}/cache (Permission denied): set data.root"
         " (or HPCDIST_DATA_DIR) to a folder in which you may write"
     )
 
