@@ -8,6 +8,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +24,7 @@ from hpcdist.config.topology import Topology
 from hpcdist.errors import RendezvousError
 from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.device import refuse_shared_gpu
-from hpcdist.rank.rendezvous_store import Meeting, RendezvousStore, has_unix_sockets
+from hpcdist.rank.rendezvous_store import MAX_WAIT_S, Meeting, RendezvousStore, has_unix_sockets
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -68,14 +70,14 @@ class Groups:
         key = f"wait {_num_waits[group]} of ranks {group}"
         if self.store.add(key, 1) == len(ranks):
             self.store.set(f"{key} is over", "")
-        is_over = False
-        while not is_over:
+        # A request without a time limit: rank 0 may be in a call that holds the interpreter, so that its store answers
+        # nothing for minutes. If rank 0 ends, the request raises PeerLost at once.
+        with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-wait") as pool:
+            over = pool.submit(self.store.wait, [f"{key} is over"], timedelta(seconds=MAX_WAIT_S))
             alive()
-            try:
-                self.store.wait([f"{key} is over"], timedelta(seconds=ALIVE_S))
-                is_over = True
-            except RuntimeError:  # not yet: DistStoreError, or that of a store of torch; a lost rank 0 is a PeerLost
-                pass
+            while not futures.wait([over], ALIVE_S).done:
+                alive()
+        over.result()
         dist.barrier(group=self.control)  # rank 0 serves the store until all ranks know
 
     def sum(self, values: Sequence[float]) -> list[float]:

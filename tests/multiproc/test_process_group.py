@@ -1,5 +1,6 @@
 """The rendezvous of ranks: other programs on the port, missing ranks, and time limits."""
 
+import ctypes
 import os
 import pickle
 import re
@@ -37,7 +38,7 @@ from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import PreflightError, RendezvousError
 from hpcdist.host.json_files import read_json
-from hpcdist.rank import admission, collective_check
+from hpcdist.rank import admission, collective_check, rendezvous_store
 from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.collective_check import Stopwatch
 from hpcdist.rank.frame_parts import PART_BYTES
@@ -207,6 +208,23 @@ def test_ranks_wait_for_a_late_one_with_heartbeats() -> None:
     """In a barrier, rank 0 would send none, and the last rank wait for ever."""
     num_beats = spawn_ranks(await_late_rank, NUM_RANKS)
     assert all(number >= 1 for number in num_beats)
+
+
+def await_silent_rank_0(here: Rank) -> None:
+    """Wait for rank 0, which holds the interpreter for longer than its store needs for an answer."""
+    rendezvous_store._ANSWER_S = 0.1
+    store = open_store(at_port(unused_port(), rank=here.rank), b"", 60.0, here.folder)
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    groups = Groups(control, store)
+    groups.barrier()
+    if here.rank == 0:
+        ctypes.PyDLL(None).usleep(2_000_000)  # as `torch.tensor` of a long list does
+    groups.await_all(lambda: None)
+
+
+def test_ranks_wait_for_a_rank_0_that_is_silent() -> None:
+    spawn_ranks(await_silent_rank_0, 2)
 
 
 def exchange_values(here: Rank) -> dict[str, Any]:
