@@ -176,6 +176,10 @@ class Context:
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         self.timer.account.reached = reached_before(attempt)
+        trainer = find_trainer(config.trainer.target)
+        if trainer is not None and not trainer.is_benchmark:
+            # It reports each step, or calls `alive`. If it hangs before, the others may wait in `await_all`.
+            heartbeat.beat(regular=True)
         heartbeat.timing = self.timer.report
         heartbeat.account = self.timer.account
         self._store = CheckpointStore(run.checkpoints, config.checkpoint)
@@ -629,7 +633,8 @@ class Context:
         if self._start_folder is not None:
             return self._start_folder
         search = CheckpointSearch(self._store, self.groups, self.rank, self.world_size, self.timer.alive)
-        self._start_folder = search.newest()
+        with self._heartbeat.promise_ends():  # the trainer itself may report no steps on this rank
+            self._start_folder = search.newest()
         return self._start_folder
 
     def _load_checkpoint(self, folder: Path) -> Restored:

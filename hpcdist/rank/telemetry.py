@@ -137,6 +137,14 @@ class Heartbeat:
         self._noted = time.time()
         self.is_regular |= regular
 
+    @contextmanager
+    def promise_ends(self) -> Iterator[None]:
+        """Take back at the end of the block what beats in it have promised."""
+        before = self.is_regular
+        yield
+        self.is_regular = before
+        self.beat()
+
     def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Record at most MAX_METRICS metrics, of each the first value at its largest step, as MLflow shows it."""
         new = metrics

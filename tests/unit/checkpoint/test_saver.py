@@ -29,6 +29,7 @@ from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verified
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.host import retry
 from hpcdist.rank.context import close
@@ -482,6 +483,31 @@ def test_local_state_is_copied_before_the_call_returns(tmp_path: Path) -> None:
     assert newest is not None
     (state,) = CheckpointStore(run.checkpoints).load(newest.path).rank_states
     assert state["local"]["sampler"]["position"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("target", "is_regular"), [("own:train", False), ("ddp", True)])
+def test_restore_promises_no_further_heartbeats(tmp_path: Path, target: str, is_regular: bool) -> None:
+    """A rank that reports no steps may be silent while others make progress, after a resume as at the first start."""
+    run = new_run(tmp_path)
+    config = Config(trainer=TrainerConfig(target=target))
+    with open_context(SINGLE_RANK, run, config) as ctx:
+        assert ctx._heartbeat.is_regular is is_regular
+        ctx.save(1, model=nn.Linear(1, 1))
+        close(ctx)
+    with open_context(SINGLE_RANK, run, config) as ctx:
+        promises = []
+        beat = ctx.timer._beat
+
+        def alive() -> None:
+            beat()
+            promises.append(ctx._heartbeat.is_regular)
+
+        ctx.timer._beat = alive
+        assert ctx.restore() is not None
+        assert promises
+        assert all(promises), "a rank that hangs in the search is found"
+        assert ctx._heartbeat.is_regular is is_regular
+        close(ctx)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
