@@ -202,8 +202,10 @@ def _loopback(needs: Needs, answers: Answers) -> Iterator[Check]:
 def _gpus(needs: Needs, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not needs.gpus_per_node or "gpus" not in answer:
         return
-    may_be_uncounted = needs.gpu_type != NVIDIA or answer.get("amd_driver", False)
-    if not answer["gpus"] and may_be_uncounted:
+    has_nvidia = bool(answer["gpus"] or answer.get("gpu_device_files", 0))
+    # Many processors have a graphics unit with AMD's driver beside GPUs of NVIDIA.
+    may_be_uncounted = answer.get("amd_driver", False) and not has_nvidia
+    if needs.gpu_type != NVIDIA or may_be_uncounted:
         text = f"whether {needs.gpus_per_node} GPUs are usable is unknown: hpcdist counts those of NVIDIA only"
         yield note("gpu", text, f"see `rocm-smi` (AMD) or `xpu-smi discovery` (Intel) on {node}")
         return
