@@ -52,10 +52,12 @@ def read_last_values(run: RunDir) -> dict[str, LastValue]:
     """Return the last value of each metric, whoever logged it: the code of a rank, or the reader of a script's files.
 
     The values are those of `read_series`: at the largest step, which of a script is that of the newest attempt. System
-    metrics are left out. Those of an ended run are kept in a file beside the journal, which takes seconds to read if it
-    is long: pages of sweeps and lists of the best runs need the values of many runs.
+    metrics are left out. Those of an ended run of this user are kept in a file beside the journal, which takes seconds
+    to read if it is long: pages of sweeps and lists of the best runs need the values of many runs.
     """
-    if run.read_state().status not in ENDED:
+    # The names in the file of another user may hold anything, while those of records are cleaned.
+    is_kept = run.read_state().status in ENDED and is_mine(run.path)
+    if not is_kept:
         return _compute_last_values(run)
     files = [file.path for file in journal_files(run.journal)]
     sizes = {path.name: retry(path.stat, path).st_size for path in files}
@@ -64,14 +66,13 @@ def read_last_values(run: RunDir) -> dict[str, LastValue]:
     if kept is not None and kept.sizes == sizes:
         return {key: LastValue(*last) for key, last in kept.values.items()}
     values = _compute_last_values(run)
-    if is_mine(run.path):
-        with suppress(OSError):  # a full disk: the next reader computes them again
-            write_json(path, asdict(KeptValues(sizes=sizes, values=dict(values))))
+    with suppress(OSError):  # a full disk: the next reader computes them again
+        write_json(path, asdict(KeptValues(sizes=sizes, values=dict(values))))
     return values
 
 
 def _read_kept(path: Path) -> KeptValues | None:
-    """Return the values in a file; None if it is missing, damaged, or another user's."""
+    """Return the values in a file; None if it is missing or damaged."""
     try:
         kept = fill(KeptValues, read_json(path) or {}, path)
     except (RunFolderError, OSError):

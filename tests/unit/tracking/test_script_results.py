@@ -110,6 +110,12 @@ def test_last_values_of_an_ended_run_are_kept(scene: Scene, monkeypatch: pytest.
         kept.write_text(damage)
         assert read() == expected
 
+    kept.write_text(kept.read_text().replace('"train_loss"', r'"\u001b[2J/loss"'))
+    assert read() != expected
+    with monkeypatch.context() as patch:
+        patch.setattr(series, "is_mine", lambda folder: False)
+        assert read() == expected, "names of another user may hold codes of the terminal"
+
     train(scene.run, write_csv, {0: 4.0, 1: 2.0}, status="running")
     assert read_last_values(scene.run)["train_loss"] == (1, 4.0), "a resume"
     scene.run.write_state(State(status="finished", attempt=2, created=1.0, ended=3.0))
