@@ -131,8 +131,10 @@ def below_text_of_user(current: str, text: str) -> str:
     if mark:
         above, _, _ = before.rpartition("\n")
     above = above.strip()
+    if len(above) > MAX_DESCRIPTION:
+        return above  # a part of the mark would be a comment without an end, and count as text of the user
     first, end, rest = text.partition("\n")
-    first = first[: max(0, MAX_DESCRIPTION - len(above))]  # the mark must not be cut off
+    first = first[: MAX_DESCRIPTION - len(above)]  # the mark must not be cut off
     whole = f"{first} {MARK}{end}{rest}"
     if above:
         whole = f"{above}\n\n{whole}"

@@ -85,6 +85,15 @@ def test_description_of_an_earlier_version_is_replaced(above: str) -> None:
     assert below_text_of_user(f"{whole}\n\n{mark}\n\n**old**", "first\n\nsecond") == whole
 
 
+@pytest.mark.parametrize("num_chars", [run_page.MAX_DESCRIPTION, 7950, 8000])
+def test_text_of_the_user_without_room_below_it_stays(num_chars: int) -> None:
+    own = "x" * num_chars
+    whole = below_text_of_user(own, "first\n\nsecond")
+    assert len(whole) <= 8000
+    shortened = whole.replace(own, "x")
+    assert below_text_of_user(shortened, "first") == f"x\n\nfirst {MARK}"
+
+
 def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_page, "INTERVAL_S", 0.0)
     attempt = scene.run.new_attempt()
