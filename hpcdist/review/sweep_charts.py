@@ -156,18 +156,19 @@ def key_chart(facts: SweepFacts, key: str) -> Markup:
 
 
 def _metric_by_place(facts: SweepFacts, key: str, places: Mapping[str, float]) -> dict[str, list[Point]]:
-    """Return the place and the metric of each cell, by the label of its other swept keys; empty without others.
+    """Return the places and metrics of the cells that count, by the label of their other swept keys; empty without any.
 
     Args:
         places: on the axis of the key, by the text of its value.
     """
     lines: dict[str, list[Point]] = {}
     for cell in facts.cells:
-        if cell.metric is None or abs(cell.metric) > LARGEST_VALUE:
+        value = facts.result_of(cell)
+        if value is None:
             continue
         others = {name: value for name, value in cell.values.items() if name not in (key, REPETITION)}
         name = setting_of(others) if others else ""
-        lines.setdefault(name, []).append((places[text_of(cell.values.get(key))], cell.metric))
+        lines.setdefault(name, []).append((places[text_of(cell.values.get(key))], value))
     return lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.host.json_files import read_json
@@ -55,13 +55,14 @@ class SweepFacts:
         """The settings that have a value, without seeds the cells: the best one first if that is known."""
         results = []
         for cell in self.cells:
-            if not _is_usable(cell.metric):
+            value = self.result_of(cell)
+            if value is None:
                 continue
             label = setting_of(cell.values)
             result = Result(
                 metric=self.monitor,
                 mode=self.monitor_mode,
-                value=cell.metric,
+                value=value,
                 step=cell.step,
                 status=cell.status,
                 name=label,
@@ -75,6 +76,17 @@ class SweepFacts:
             )
             results.append(result)
         return Ranking(rows=make_rows(results), measure=self._measure)
+
+    def result_of(self, cell: CellFacts) -> float | None:
+        """Return the value with which a cell counts; None without one.
+
+        As in `read_result`, a last value counts only of a finished cell, since another one may have ended anywhere.
+        """
+        if not self.is_best and cell.status != "finished":
+            return None
+        if cell.metric is None or not abs(cell.metric) <= LARGEST_VALUE:  # NaN included
+            return None
+        return cell.metric
 
     def _measure(self, row: Row) -> Measured:
         """Return the values of a row; those of a cell with its per-sample results."""
@@ -163,13 +175,16 @@ class SweepFacts:
 
     @property
     def ranked_cells(self) -> list[CellFacts]:
-        """The cells from the best to the worst if that is known, those without a value last."""
+        """The cells from the best to the worst if that is known, those that do not count last."""
         sign = {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
-        return sorted(self.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
 
+        def place(cell: CellFacts) -> tuple[bool, float]:
+            value = self.result_of(cell)
+            if value is None:
+                return True, 0.0
+            return False, sign * value
 
-def _is_usable(value: float | None) -> TypeGuard[float]:
-    return value is not None and abs(value) <= LARGEST_VALUE  # not NaN
+        return sorted(self.cells, key=place)
 
 
 def read_sweep_facts(sweep: SweepDir, state: State, read_last: ReadLastValues) -> SweepFacts:

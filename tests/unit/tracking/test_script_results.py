@@ -151,3 +151,17 @@ def test_sweep_over_printed_values_is_ranked_and_drawn(sweep: SweepDir) -> None:
     drawn = charts_of(sweep, facts, {}, read_series)
     assert [chart.title for chart in drawn.values()] == ["val/loss over the steps", "val/loss against params.lr"]
     assert str(drawn["curves"].figure).count("<polyline") == 3
+
+
+@pytest.mark.parametrize("status", ["failed", "running"])
+def test_unfinished_cell_is_not_the_best(sweep: SweepDir, status: str) -> None:
+    train(RunDir(sweep.path.parent / "tune-lr_0.2"), print_lines, {0: 4.0, 20: 0.125}, status=status)
+    facts = facts_of(sweep)
+    (ranking,), _ = rank_runs(find_runs(sweep.path.parent.parent))
+    names = [placed.row.best.name for placed in ranking.placed()]
+    assert [f"tune-{row.best.name.replace('=', '_')}" for row in facts.ranking.rows] == names
+    assert names == ["tune-lr_0.1", "tune-lr_0.3"]
+    assert [cell.label for cell in facts.ranked_cells] == ["lr=0.1", "lr=0.3", "lr=0.2"]
+    assert (facts.cells[1].metric, facts.cells[1].step) == (0.125, 20), "its last value is shown"
+    chart = charts_of(sweep, facts, {}, read_series)["params.lr"]
+    assert str(chart.figure).count("<circle") == 2
