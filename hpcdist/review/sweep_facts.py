@@ -198,7 +198,8 @@ def read_sweep_facts(sweep: SweepDir, state: State, read_last: ReadLastValues) -
     is_best = any(cell.metric is not None for cell in cells)
     if not is_best:  # no evaluated checkpoints, as in runs of scripts
         logged = [readable(partial(read_last, run)) or {} for run in runs]
-        metric, mode = common_metric(logged, metric, mode)
+        of_finished = [values for cell, values in zip(cells, logged, strict=True) if cell.status == "finished"]
+        metric, mode = common_metric(of_finished or logged, metric, mode)
         cells = [_with_last_value(cell, values, metric) for cell, values in zip(cells, logged, strict=True)]
     return SweepFacts(
         state=state,

@@ -15,11 +15,12 @@ from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.host.json_files import write_json
 from hpcdist.review.report import charts_of
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.tracking import series
 from hpcdist.tracking.experiment_table import RESULT_TAG
+from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.run_page import NOTE_TAG
 from hpcdist.tracking.script_metrics import ScriptMetrics
 from hpcdist.tracking.series import read_last_values, read_series
@@ -165,3 +166,21 @@ def test_unfinished_cell_is_not_the_best(sweep: SweepDir, status: str) -> None:
     assert (facts.cells[1].metric, facts.cells[1].step) == (0.125, 20), "its last value is shown"
     chart = charts_of(sweep, facts, {}, read_series)["params.lr"]
     assert str(chart.figure).count("<circle") == 2
+
+
+def test_cell_that_failed_early_does_not_choose_the_metric(tmp_path: Path) -> None:
+    sweep = SweepDir.create(tmp_path / "runs" / "exp" / "tune")
+    cells = []
+    statuses: tuple[Status, ...] = ("finished", "failed")
+    for number, status in enumerate(statuses):
+        run = RunDir.create(sweep.path.parent / f"tune-{number}")
+        run.config.write_text(yaml.safe_dump(CONFIG))
+        with JournalWriter(run.journal, run.new_attempt().number) as journal:
+            journal.log({"train/loss": 2.0}, 10)
+            if status == "finished":
+                journal.log({"eval/loss": 1.0}, 10)
+        run.write_state(State(status=status, attempt=1, created=1.0, ended=2.0))
+        cells.append({"name": run.name, "label": f"lr={number}", "values": {"params.lr": number}})
+    write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": ["params.lr"], "base": {}, "cells": cells})
+    (ranking,), _ = rank_runs(find_runs(tmp_path / "runs"))
+    assert facts_of(sweep).monitor == ranking.rows[0].best.metric == "eval/loss"
