@@ -188,9 +188,10 @@ def common_metric(logged: Sequence[Iterable[str]], monitor: str, mode: str) -> t
         logged: the metrics of each run by their names in MLflow.
     """
     counts = Counter(key for metrics in logged for key in metrics if not is_of_hpcdist(key))
-    name = clean_metric_name(monitor)
-    if name in counts:
-        return name, mode
+    if monitor:
+        name = clean_metric_name(monitor)
+        if name in counts:
+            return name, mode
     most = [key for key, count in counts.items() if count == max(counts.values())]
     losses = ranked(filter(_LOSS.search, most), monitor)
     if losses:

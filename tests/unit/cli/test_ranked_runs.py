@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hpcdist.cli.ranked_runs import as_data, rank_runs, show_rankings
 from hpcdist.host.json_files import write_json
+from hpcdist.run import mlflow_limits
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
@@ -118,6 +119,18 @@ def test_monitored_metric_may_have_a_name_that_mlflow_rejects(make: Make, runs_d
     log(run, {"acc@1": 0.75, "loss": 0.5})
     (row,) = as_data(rank_runs(find_runs(runs_dir))[0])
     assert (row["metric"][:7], row["value"], row["mode"]) == ("acc_1--", 0.75, "max")
+
+
+def test_script_without_a_monitored_metric_causes_no_warning(
+    make: Make, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make("first", None)
+    run.config.write_text("checkpoint: {monitor: ''}\n")
+    log(run, {"loss": 0.5})
+    mlflow_limits.clean_name.cache_clear()
+    mlflow_limits._note_change.cache_clear()
+    (row,) = as_data(rank_runs(find_runs(runs_dir))[0])
+    assert (row["metric"], caplog.messages) == ("loss", []), "not that MLflow refuses an empty name"
 
 
 @pytest.mark.parametrize("width", [60, 140])
