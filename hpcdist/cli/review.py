@@ -273,7 +273,7 @@ def _print_results(title: str, kind: str, base: str, results: Sequence["Compared
     """Print a table of results, and below it their methods and a legend.
 
     Args:
-        kind: the objects with results: run or setting.
+        kind: title of the column of names: `run` or `setting`.
         base: the run or setting that the others are compared with.
     """
     from hpcdist.review.uncertainty import LEGEND
