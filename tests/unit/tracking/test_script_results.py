@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tracking_scene import Scene
 from hpcdist.cli.ranked_runs import as_data, rank_runs
 from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.host.json_files import write_json
-from hpcdist.review.report import charts_of
+from hpcdist.review.ledger import ledgers_of
+from hpcdist.review.report import charts_of, render_sweep
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lookup import find_runs
@@ -166,6 +168,8 @@ def test_unfinished_cell_is_not_the_best(sweep: SweepDir, status: str) -> None:
     assert (facts.cells[1].metric, facts.cells[1].step) == (0.125, 20), "its last value is shown"
     chart = charts_of(sweep, facts, {}, read_series)["params.lr"]
     assert str(chart.figure).count("<circle") == 2
+    equal = replace(facts, cells=tuple(replace(cell, metric=1.0) for cell in facts.cells[:2]))
+    assert render_sweep(sweep, equal, ledgers_of(sweep.cells()), {}).count("★ ") == 1
 
 
 def test_cell_that_failed_early_does_not_choose_the_metric(tmp_path: Path) -> None:
