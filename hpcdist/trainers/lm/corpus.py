@@ -26,7 +26,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,6 @@ _TRAINED_BYTES = 64 << 20
 _KEPT_REPORTS, _SHOWN_REPORTS = 20, 2
 #: Time between two messages on the progress.
 _PROGRESS_S = 10.0
-#: Time between two signs of life of a rank that waits for the others.
-_ALIVE_S = 1.0
 
 #: Called now and then during the work, for the heartbeat of a rank.
 Alive = Callable[[], None]
@@ -150,7 +147,7 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
         alive=ctx.timer.alive,
     )
     corpus = open_corpus(folder, tokenizer, lm.sequence_length, cfg.seed)
-    _wait_for_all(ctx)
+    ctx.groups.await_all(ctx.timer.alive)  # a node whose text or disk is slower may need minutes more
     digests = ctx.groups.all_gather(" ".join(corpus.digests.values()))
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -198,23 +195,6 @@ def _require_same_text(digests: Mapping[str, str], before: Mapping[str, str]) ->
                 f"lm.corpus.files: the {split.replace('_', '-')} text is not that of the run's checkpoint (digest"
                 f" {digests[split]}, not {expected}): restore the files, or start a new run with model.init_from"
             )
-
-
-def _wait_for_all(ctx: Context) -> None:
-    """Wait until all ranks have their tokens.
-
-    A node whose text or disk is slower may need minutes more, in which a rank in a collective would count as hung.
-    """
-    store = ctx.groups.store
-    if store.add("ranks with tokens", 1) == ctx.world_size:
-        store.set("all ranks have tokens", "")
-    while True:
-        try:
-            store.wait(["all ranks have tokens"], timedelta(seconds=_ALIVE_S))
-        except RuntimeError:  # not yet: DistStoreError, or that of a store of torch; a lost connection has another one
-            ctx.timer.alive()
-        else:
-            return
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer, length: int, seed: int) -> Corpus:

@@ -540,20 +540,26 @@ def test_all_ranks_have_the_same_corpus(text: Path, tmp_path: Path) -> None:
     assert "): put the same files on all nodes" in results[0]
 
 
-def wait_for_late_rank(here: Rank, folder: Path) -> None:
-    """Rank 1 is ready after rank 0 has waited."""
-    corpus._ALIVE_S = 0.01
-    with open_context(here, RunDir(folder), config_for(here.folder, [])) as ctx:
-        if here.rank == 0:
-            ctx.timer.alive = lambda: ctx.groups.store.set("rank 0 lives", "")  # type: ignore[method-assign]
-        else:
-            ctx.groups.store.wait(["rank 0 lives"])
-        corpus._wait_for_all(ctx)
+def prepare_late(here: Rank, folder: Path, text: Path) -> None:
+    """Rank 1 builds its tokens after rank 0 has sent a heartbeat with its own."""
+    build = corpus.build
+    with open_context(here, RunDir(folder), config_for(here.folder, [text])) as ctx:
+
+        def build_in_turn(*arguments: Any, **options: Any) -> Any:
+            if here.rank == 1:
+                ctx.groups.store.wait(["rank 0 lives"])
+            built = build(*arguments, **options)
+            if here.rank == 0:
+                ctx.timer.alive = lambda: ctx.groups.store.set("rank 0 lives", "")  # type: ignore[method-assign]
+            return built
+
+        corpus.build = build_in_turn
+        prepare(ctx, ctx._config)
 
 
 @pytest.mark.processes
-def test_a_rank_lives_while_it_waits_for_another_node(tmp_path: Path) -> None:
-    spawn_ranks(wait_for_late_rank, folder=new_run(tmp_path).path)
+def test_a_rank_lives_while_it_waits_for_another_node(text: Path, tmp_path: Path) -> None:
+    spawn_ranks(prepare_late, folder=new_run(tmp_path).path, text=text)
 
 
 def prepare_with_tokenizer(here: Rank, folder: Path, text: Path, tokenizer_file: Path) -> dict[str, Any]:
