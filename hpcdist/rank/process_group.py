@@ -59,8 +59,8 @@ class Groups:
         For ranks of which one may need minutes more than another, such as to load data: a collective has a time limit,
         and a rank that waits in it counts as hung if the other one is silent, too.
 
-        A rank that hangs before this call is found only if it has called `ctx.timer.alive` before, or reports steps:
-        all others may be silent while one of them sends heartbeats. Trainers of hpcdist promise it from the start.
+        The supervisor finds a rank that hangs before this call only if that rank has called `ctx.timer.alive` or
+        `ctx.should_stop`. Ranks of hpcdist's own trainers count as if they had.
 
         Args:
             alive: is called about once a second: `ctx.timer.alive`.
