@@ -103,7 +103,8 @@ class Heartbeat:
         self._file: int | None = None
         self._host = socket.gethostname()
         self._noted = 0.0  #: Unix time of the last beat
-        #: Whether this rank reports each step, or calls `alive`: it counts as hung if it then stops doing so.
+        #: Whether this rank has promised further beats: it reports each step, or calls `alive`. It counts as hung if it
+        #: then stops doing so.
         self.is_regular = False
         self.step = 0
         self._written = (self._noted, self.step)

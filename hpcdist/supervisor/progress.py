@@ -52,8 +52,9 @@ class ProgressMonitor:
     The cost of a check does not depend on the number of ranks: it covers some of them in turn (`num_due_ranks`). For
     plain scripts the size of the log counts as progress as well, since few of them write heartbeats.
 
-    A rank counts as hung if its trainer reports each step and stops doing so. All other ranks may be silent as long as
-    one of them makes progress, since often rank 0 alone prints and logs.
+    A rank counts as hung if it has promised heartbeats and sends none: one of a trainer of hpcdist, or of any trainer
+    once it reports steps. All other ranks may be silent as long as one of them makes progress, since often rank 0 alone
+    prints and logs.
 
     Attributes:
         unavailable_until: last time at which the attempt's folder was unavailable; missing heartbeats before it are no
