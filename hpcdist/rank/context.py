@@ -176,9 +176,7 @@ class Context:
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         self.timer.account.reached = reached_before(attempt)
-        trainer = find_trainer(config.trainer.target)
-        if trainer is not None and not trainer.is_benchmark:
-            # It reports each step, or calls `alive`. If it hangs before, the others may wait in `await_all`.
+        if _promises_heartbeats(config):
             heartbeat.beat(regular=True)
         heartbeat.timing = self.timer.report
         heartbeat.account = self.timer.account
@@ -728,6 +726,15 @@ def close(ctx: Context) -> Literal["done", "stopped"]:
     if ctx._stop.agreed:
         return "stopped"
     return "done"
+
+
+def _promises_heartbeats(config: Config) -> bool:
+    """Return whether the trainer is one of hpcdist that reports each step, or calls `alive`, on each rank.
+
+    Without the promise, a rank that hangs before its first step is not found: the others wait in `await_all`.
+    """
+    trainer = find_trainer(config.trainer.target)
+    return trainer is not None and not trainer.is_benchmark
 
 
 def _copy_on_host(_: tuple[Any, ...], value: Any) -> Any:

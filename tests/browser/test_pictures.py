@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(7200),
 ]
 CONFIG = ["ddp_digits", "launch.num_ranks=2", "model.name=resnet18", "data.image_size=32", "data.batch_size=128"]
-# About two minutes on two quiet cores, of which start and end take ten seconds.
+# About 90 seconds on two quiet cores.
 CONFIG += ["stop.max_epochs=32", "checkpoint.every_steps=5", "tracking.drain_timeout_s=600"]
 SWEEP = ["name=tune", "--sweep", "optim.lr=0.0003,0.003", "--repeat", "3"]
 #: Of the run whose rank is killed: longer, because the start of both attempts counts against its goodput.
