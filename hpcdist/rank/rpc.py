@@ -51,7 +51,8 @@ class RpcGroup:
         self._timeout_s = timeout_s
         #: What `serve` executes, or raises.
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | Exception] = queue.SimpleQueue()
-        self._is_serving = False
+        #: Until rank 0 leaves its block. A call may arrive before this rank has come to `serve`.
+        self._will_serve = not ctx.is_main
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
         self.name = self.names[ctx.rank]
         self.peers = [name for name in self.names if name != self.name]
@@ -69,7 +70,7 @@ class RpcGroup:
         This rank then ends as one whose own code has failed, and reports what holds the memory of its GPU. Its callers
         lose their connection to it.
         """
-        if not self._is_serving or not isinstance(error, torch.OutOfMemoryError):
+        if not self._will_serve or not isinstance(error, torch.OutOfMemoryError):
             return False
         self._commands.put(error)
         return True
@@ -91,8 +92,8 @@ class RpcGroup:
     def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
         """Call a function of another rank, and return the future of its result.
 
-        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, such as one in
-        `serve` without GPU memory, or has not answered in time. A tensor must not be changed before the call is
+        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, such as one
+        without GPU memory for the call, or has not answered in time. A tensor must not be changed before the call is
         answered, because it is not copied.
         `function` is a key of the mapping that the rank passed to `rpc_group`.
         """
@@ -131,7 +132,6 @@ class RpcGroup:
         Raises torch.OutOfMemoryError if this rank's GPU has no memory for a call of another rank.
         """
         is_stop_sent = False
-        self._is_serving = True
         while True:
             try:
                 ordered = self._commands.get(timeout=PULSE_INTERVAL_S)
@@ -145,7 +145,7 @@ class RpcGroup:
                 raise ordered
             command, arguments = ordered
             if command == LEAVE:
-                self._is_serving = False
+                self._will_serve = False
                 return
             commands[command](*arguments)
 

@@ -382,13 +382,25 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("RPC: ignored") == 1
 
 
-def fill_memory(here: Rank, path: Path) -> str:
-    """Return the error of each rank when the call of an observer finds no GPU memory."""
+def fill_memory(here: Rank, path: Path, is_early: bool) -> str:
+    """Return the error of each rank when the call of an observer finds no GPU memory.
+
+    Args:
+        is_early: whether the call comes before the observer serves.
+    """
+    is_called = threading.Event()
+
+    def fill() -> torch.Tensor:
+        is_called.set()
+        return no_memory()
+
     with open_context(here, RunDir(path), CONFIG) as ctx:
         try:
-            with rpc_group(ctx, {"fill": no_memory}) as group:
+            with rpc_group(ctx, {"fill": fill}) as group:
                 if ctx.is_main:
                     group.call(2, "fill").result()
+                if here.rank == 2 and is_early:
+                    assert is_called.wait(timeout=60)
                 group.serve({})
         except (torch.OutOfMemoryError, PeerLost) as error:
             if here.rank == 2:
@@ -397,9 +409,10 @@ def fill_memory(here: Rank, path: Path) -> str:
     return "finished"
 
 
-def test_rank_without_gpu_memory_for_a_call_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_early", [False, True], ids=["serving", "before-it-serves"])
+def test_rank_without_gpu_memory_for_a_call_ends(tmp_path: Path, is_early: bool) -> None:
     """It raises the error itself, in `serve`, and the other ranks lose it."""
-    agent, *_ = spawn_ranks(fill_memory, 3, killed=[2], path=new_run(tmp_path).path)
+    agent, *_ = spawn_ranks(fill_memory, 3, killed=[2], path=new_run(tmp_path).path, is_early=is_early)
     assert agent == "PeerLost: observer:1 (rank 2) does not answer: its connection has ended"
 
 
