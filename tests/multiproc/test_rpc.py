@@ -54,13 +54,15 @@ def served(group: list[RpcGroup]) -> dict[str, Callable[..., Any]]:
         threading.Timer(0.05, answer.set_result, [value]).start()
         return answer
 
+    is_released = threading.Event()
     return {
         "double": lambda tensor: 2 * tensor,
         "echo": lambda *values: values,
         "fail": fail,
         "fail_at": lambda name: group[0].call(name, "fail", 0).result(),
         "later": later,
-        "sleep": time.sleep,
+        "hold": is_released.wait,
+        "release": is_released.set,
     }
 
 
@@ -91,7 +93,8 @@ def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
                     group.call(*arguments).result()
                 found[name] = str(failed.value)
             with pytest.raises(PeerLost, match=r"observer:0 \(rank 1\) does not answer: no answer in 0.2 s"):
-                group.call(1, "sleep", 1.0, timeout_s=0.2).result()
+                group.call(1, "hold", timeout_s=0.2).result()
+            group.call(1, "release").result()
             with pytest.raises(TypeError, match="RPC cannot send PosixPath"):
                 group.call(1, "double", Path())
             group.send_command("save", 3)
@@ -135,7 +138,7 @@ def test_ranks_call_each_other_by_role_and_obey_rank_0(tmp_path: Path) -> None:
     assert agent["later"] == {"one": (1, [None, "two"])}
     assert (agent["plain"], all(agent["tensors"])) == (True, True)
     assert agent["unknown"].startswith("observer:0 (rank 1 on ")
-    assert "no function 'unknown' for other ranks; there are: double, echo, fail, fail_at" in agent["unknown"]
+    assert "no function 'unknown' for other ranks; there are: double, echo, fail, fail_at, hold" in agent["unknown"]
     assert (agent["name"], first["name"], second["name"]) == tuple(NAMES)
     assert agent["observers"] == ["observer:0", "observer:1"]
     assert first["peers"] == ["agent:0", "observer:1"]
