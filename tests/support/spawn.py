@@ -260,6 +260,7 @@ def _run_function(folder: Path, rank: int, job: Job, module: ModuleType) -> None
 
     arguments = pickle.loads(job.arguments)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=job.num_ranks)
+    dist.barrier()  # a function may close its connections, while another rank still waits for its own
     here = sys.modules["spawn"].Rank(rank, job.num_ranks, folder / "shared")
     result = getattr(module, job.function)(here, **arguments)
     (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
