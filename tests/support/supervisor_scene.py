@@ -137,6 +137,9 @@ class Scene:
         #: Command that replaces the shipper.
         self.shipper = ["true"]
         self.num_ranks = 2
+        #: Replaces PEER_GRACE_S. On a busy machine, a rank that is about to end needs seconds; a test whose ranks stay
+        #: until they are killed sets less.
+        self.peer_grace_s = 60.0
         self.roles: dict[str, int] = {}
 
     def script(self, **attempts: list[list[list[Any]]]) -> None:
@@ -189,7 +192,7 @@ class Scene:
         supervisor = supervisor or self.supervisor()
         with (
             mock.patch.object(watch_module, "POLL_S", 0.02),
-            mock.patch.object(watch_module, "PEER_GRACE_S", 0.3),
+            mock.patch.object(watch_module, "PEER_GRACE_S", scene.peer_grace_s),
             mock.patch.object(
                 local_module, "rank_command", lambda run_dir: [sys.executable, "-S", str(FAKE_RANK), str(run_dir)]
             ),

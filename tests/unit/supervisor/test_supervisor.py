@@ -136,6 +136,7 @@ def test_child_killed_for_memory_is_never_left_out(
 
 def test_attempt_after_a_failed_rank_finishes(scene: Scene, alive: NamedPipe) -> None:
     add_checkpoint(scene, 3)
+    scene.peer_grace_s = 0.3
     scene.script(
         first=[
             [["grandchild", None], ["touch", "up"], *STUBBORN],
@@ -150,7 +151,7 @@ def test_attempt_after_a_failed_rank_finishes(scene: Scene, alive: NamedPipe) ->
     assert failure.traceback == ("Traceback\n", "nan\n")
     assert log == scene.run.attempt(1).log(1)
     assert scene.report.notes == ["restart 1 of 3", "resuming at step 3, 2 steps lost (4 to 5)"]
-    assert alive.is_released(10), "a grandchild of the first attempt is alive"
+    assert alive.is_released(60), "a grandchild of the first attempt is alive"
 
 
 def add_checkpoint(scene: Scene, step: int) -> None:
@@ -199,6 +200,7 @@ def test_first_failure_is_the_reason_and_names_the_role(scene: Scene) -> None:
     """Rank 0 hangs, rank 1 reports a lost peer; the supervisor then kills rank 0."""
     scene.roles = {"agent": 1, "observer": 1}
     scene.launch = {"max_restarts": 0}
+    scene.peer_grace_s = 0.3
     scene.script(first=[STUBBORN, PEER_LOST])
     reason = "rank 1 (observer:0) on fakehost failed with RuntimeError: Connection closed by peer after step 5"
     assert scene.supervise().reason == reason
@@ -486,6 +488,7 @@ def test_ranks_that_exceed_the_stop_grace_fail_without_a_restart(scene: Scene) -
 def test_failure_during_a_stop_ends_the_grace_period(scene: Scene) -> None:
     """The grace period is for saving, which is impossible after the failure of a rank."""
     scene.launch = {"stop_grace_s": 600.0}
+    scene.peer_grace_s = 0.3
     scene.script(first=[STUBBORN, [["await", "{attempt}/request.json"], *fails("OSError: disk full")]])
     scene.report.on_attempt = lambda attempt: attempt.send_request(StopRequest(cause="user", by="lunch"))
     state = scene.supervise()
@@ -502,7 +505,7 @@ def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     )
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "`hpcdist cancel` by ada")
-    assert alive.is_released(10)
+    assert alive.is_released(60)
 
 
 def test_supervisor_that_lost_its_lease_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
@@ -522,7 +525,7 @@ def test_supervisor_that_lost_its_lease_writes_nothing(scene: Scene, alive: Name
     scene.report.on_progress = take_over
     with pytest.raises(LeaseLostError, match="taken over by process 7 of ada on n2"):
         scene.supervise(supervisor)
-    assert alive.is_released(10)
+    assert alive.is_released(60)
     assert scene.run.read_state() == successor[0]
 
 
@@ -603,10 +606,8 @@ def test_run_ends_although_its_metrics_cannot_be_read(scene: Scene, monkeypatch:
 
 def test_script_rank_saves_although_another_loses_its_peer(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
-    failed: list[list[Any]] = [
-        ["await", "{attempt}/rank-00001.outcome.json"],
-        ["sleep", 1.0],
-    ]  # longer than PEER_GRACE_S
+    scene.peer_grace_s = 0.3
+    failed: list[list[Any]] = [["await", "{attempt}/rank-00001.outcome.json"], ["sleep", 1.0]]
     scene.script(
         first=[
             [["await", "up"], *ASK_AND_SAVE[:3], *failed, *ASK_AND_SAVE[3:]],
