@@ -47,7 +47,7 @@ test: install ## every capability at least once
 
 slow: install ## further variants of what `make test` shows; CI runs both
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement docker/requirements-slow.txt
+	bash scripts/retry.sh $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement docker/requirements-slow.txt
 	$(BIN)/python -m pytest -m 'slow or lost_night' -n $(WORKERS)
 
 faults: install ## all faults that a run must survive, with a table of them at the end
@@ -61,7 +61,7 @@ fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each
 	$(BIN)/python scripts/fuzz.py $(MINUTES)
 
 bench: install ## benchmarks against bare loops and other tools; results in benchmarks/RESULTS.md
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	bash scripts/retry.sh $(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
 docs: install ## build the documentation into site/; a broken link or reference fails

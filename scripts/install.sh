@@ -6,14 +6,7 @@ cd "$(dirname "$0")/.."
 venv=$1
 python=${PYTHON:-python3}
 
-# Downloads can fail temporarily: three tries with a pause between them.
-retry() {
-  for pause in 5 20 0; do
-    "$@" && return
-    [ "$pause" = 0 ] || { echo "failed, again in $pause s: $*" >&2; sleep "$pause"; }
-  done
-  return 1
-}
+retry() { bash scripts/retry.sh "$@"; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "hpcdist needs Python 3.11 or newer; $python is $("$python" --version 2>&1). Try: make PYTHON=python3.12 …" >&2

@@ -119,7 +119,10 @@ class Containers:
             "bookworm",
             str(root),
         ]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+        if done.returncode != 0:  # a download can fail temporarily
+            shutil.rmtree(root, ignore_errors=True)
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         tar = ["tar", "-C", str(root), "--exclude=./var/cache/apt/archives/*", "-c", "."]
         with subprocess.Popen(tar, stdout=subprocess.PIPE) as packed:
             subprocess.run(["podman", "import", "-", BASE], env=self.env, stdin=packed.stdout, check=True)
@@ -147,6 +150,8 @@ class Containers:
         options = [word for option in engine for word in ("--option", option)]
         words = ["image", "build", "--engine", "podman", "--base", BASE, "--target", target, "--tag", TAGS[target]]
         done = self.hpcdist(*words, *options, cwd=checkout, within_s=900)
+        if done.returncode != 0:  # a download can fail temporarily; the layers so far are kept
+            done = self.hpcdist(*words, *options, cwd=checkout, within_s=900)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return TAGS[target]
 
