@@ -51,10 +51,15 @@ def _identity(path: Path) -> Namespace | None:
     return status.st_dev, status.st_ino
 
 
+def namespace_of(pid: int) -> Namespace | None:
+    """Return the network namespace of a process; None if it has ended, or is another user's."""
+    return _identity(Path(f"/proc/{pid}/ns/net"))
+
+
 def members(namespaces: Iterable[Namespace]) -> list[int]:
     """Return the ids of the processes in network namespaces."""
     wanted = set(namespaces)
-    return [pid for pid in psutil.pids() if _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
+    return [pid for pid in psutil.pids() if namespace_of(pid) in wanted]
 
 
 #: A process ends within milliseconds after SIGKILL, unless it waits for a device or a file system.
@@ -100,7 +105,7 @@ def is_running(layout: Layout, daemon: Daemon) -> bool:
         return False
     if os.geteuid() != 0:  # namespaces of root's processes cannot be read
         return name_of(pid) != ""
-    return _identity(Path(f"/proc/{pid}/ns/net")) == namespace
+    return namespace_of(pid) == namespace
 
 
 def pid_of(layout: Layout, daemon: Daemon) -> int | None:

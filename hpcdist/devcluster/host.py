@@ -64,15 +64,15 @@ _SLURM_DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd")
 
 def refuse_beside_slurm(layout: Layout) -> None:
     """Raise DevClusterError if a daemon of Slurm runs on this machine that belongs to no dev cluster."""
-    namespaces: list[cluster_processes.Namespace] = []
+    names = {pid: cluster_processes.name_of(pid) for pid in psutil.pids()}
+    daemons = {pid: name for pid, name in names.items() if name in _SLURM_DAEMONS}
+    # The namespaces of a cluster exist before its daemons do, which may have started or forked only now.
+    own: set[cluster_processes.Namespace] = set()
     for cluster in (layout, *cluster_processes.others(layout)):
-        namespaces += cluster_processes.mounted_namespaces(cluster).values()
-    own_pids = set(cluster_processes.members(namespaces))
-    for pid in psutil.pids():
-        if pid in own_pids:
-            continue
-        name = cluster_processes.name_of(pid)
-        if name in _SLURM_DAEMONS:
+        own |= set(cluster_processes.mounted_namespaces(cluster).values())
+    for pid, name in daemons.items():
+        namespace = cluster_processes.namespace_of(pid)
+        if namespace is not None and namespace not in own:
             raise DevClusterError(
                 f"{name} (process {pid}) runs on this machine and does not belong to a dev cluster in"
                 f" {layout.first.parent}: a dev cluster cannot run beside another Slurm"

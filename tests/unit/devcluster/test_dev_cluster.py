@@ -139,18 +139,27 @@ def test_missing_plugin_of_pyxis_is_an_error(layout: Layout, tmp_path: Path) -> 
     assert runtime_scripts.find_programs(settings, layout, {"PATH": str(tmp_path)}) == {"enroot": tmp_path / "enroot"}
 
 
-@pytest.mark.processes
-def test_another_slurm_on_this_machine_is_an_error(layout: Layout, tmp_path: Path) -> None:
+#: Stands for a daemon of Slurm: the tests of Slurm, which may run at the same time, would refuse one of its real name.
+DAEMON = "slurmfake"
+
+
+@pytest.fixture
+def foreign_daemon(tmp_path: Path, monkeypatch: Patch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that counts as a daemon of Slurm, in no dev cluster."""
+    monkeypatch.setattr(host, "_SLURM_DAEMONS", (DAEMON,))
     sleep = shutil.which("sleep")
     assert sleep is not None
-    shutil.copy(sleep, tmp_path / "slurmctld")
-    # The tests of Slurm may run a dev cluster at the same time.
-    with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
-        try:
-            with pytest.raises(DevClusterError, match=r"^slurm\w+ \(process \d+\) .* beside another Slurm"):
-                host.refuse_beside_slurm(layout)
-        finally:
-            daemon.kill()
+    shutil.copy(sleep, tmp_path / DAEMON)
+    with subprocess.Popen([tmp_path / DAEMON, "60"]) as daemon:
+        yield daemon
+        daemon.kill()
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("foreign_daemon")
+def test_another_slurm_on_this_machine_is_an_error(layout: Layout) -> None:
+    with pytest.raises(DevClusterError, match=rf"^{DAEMON} \(process \d+\) .* beside another Slurm"):
+        host.refuse_beside_slurm(layout)
 
 
 def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -429,26 +438,29 @@ def test_running_cluster_of_an_earlier_version_is_kept(layout: Layout, monkeypat
 
 @pytest.mark.processes
 def test_slurm_of_another_dev_cluster_is_accepted(
-    layout: Layout, second: Layout, tmp_path: Path, monkeypatch: Patch
+    layout: Layout, second: Layout, foreign_daemon: subprocess.Popen[bytes], monkeypatch: Patch
 ) -> None:
-    sleep = shutil.which("sleep")
-    assert sleep is not None
-    shutil.copy(sleep, tmp_path / "slurmctld")
-    with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
-        monkeypatch.setattr("psutil.pids", lambda: [daemon.pid])
-        monkeypatch.setattr(
-            cluster_processes, "mounted_namespaces", lambda layout: {layout.name: (4, len(layout.name))}
-        )
-        monkeypatch.setattr(
-            cluster_processes, "members", lambda found: [daemon.pid] * ((4, len("second")) in set(found))
-        )
-        try:
-            with pytest.raises(DevClusterError, match=r"slurmctld .* does not belong to a dev cluster in /tmp/dc"):
-                host.refuse_beside_slurm(layout)
-            record(second)
-            host.refuse_beside_slurm(layout)
-        finally:
-            daemon.kill()
+    status = os.stat(f"/proc/{foreign_daemon.pid}/ns/net")
+    namespaces = {layout.name: (4, 1), second.name: (status.st_dev, status.st_ino)}
+    monkeypatch.setattr(cluster_processes, "mounted_namespaces", lambda layout: {layout.name: namespaces[layout.name]})
+    with pytest.raises(DevClusterError, match=rf"{DAEMON} .* does not belong to a dev cluster in /tmp/dc"):
+        host.refuse_beside_slurm(layout)
+    record(second)
+    host.refuse_beside_slurm(layout)
+
+
+@pytest.mark.processes
+def test_daemon_that_starts_during_the_search_is_accepted(
+    recorded: Layout, foreign_daemon: subprocess.Popen[bytes], monkeypatch: Patch
+) -> None:
+    """A daemon of a cluster forks, or is started, while its processes are looked up."""
+    status = os.stat(f"/proc/{foreign_daemon.pid}/ns/net")
+    monkeypatch.setattr(
+        cluster_processes, "mounted_namespaces", lambda layout: {layout.name: (status.st_dev, status.st_ino)}
+    )
+    looks = iter([[], [foreign_daemon.pid]])
+    monkeypatch.setattr("psutil.pids", lambda: next(looks, [foreign_daemon.pid]))
+    host.refuse_beside_slurm(recorded)
 
 
 @pytest.mark.processes
