@@ -168,13 +168,16 @@ def left_behind(devcluster: DevCluster) -> list[str]:
     found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(layout.state) in line]
     found += ["hosts"] if host.HOSTS.read_text() != devcluster.hosts_before else []
     state = str(layout.state).encode()
+    conf = f"SLURM_CONF={layout.slurm_conf}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command, env = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
         except OSError:
             continue
-        # Not SLURM_CONF: it may be set in the shell that started the tests.
-        if state in command or b"MYSQL_UNIX_PORT=" + state in env or b"SLURMD_NODENAME=n" in env:
+        # Not SLURM_CONF alone: it may be set in the shell that started the tests. Not a node's name alone: tests that
+        # run at the same time imitate Slurm.
+        is_on_node = conf in env and b"SLURMD_NODENAME=n" in env
+        if state in command or b"MYSQL_UNIX_PORT=" + state in env or is_on_node:
             found.append(command.decode(errors="replace"))
     return found
 
