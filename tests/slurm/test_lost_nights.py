@@ -9,11 +9,13 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from containers import SMALL_PYTHON, Containers, mismatch
+from hpcdist_runs import wait_for
 from runtime_cases import missing_program, prepared
 from slurm_runs import SlurmRuns
 
@@ -141,7 +143,13 @@ def limited_steps(tmp_path: Path) -> Iterator[str]:
     prolog.write_text(f"#!/bin/sh\necho $PPID > {group}/cgroup.procs\n")
     prolog.chmod(0o755)
     yield f"export SLURM_TASK_PROLOG={prolog}"
-    group.rmdir()
+
+    def is_removed() -> bool:
+        with suppress(OSError):  # the last process of an ended job may not be gone
+            group.rmdir()
+        return not group.exists()
+
+    wait_for(is_removed, f"the processes in {group} to end")
 
 
 def test_killed_loader_of_a_rank_that_exits_0_is_no_success(slurm_runs: SlurmRuns, limited_steps: str) -> None:
