@@ -37,6 +37,13 @@ def cancel_jobs_of_module(devcluster: DevCluster) -> Iterator[None]:
     devcluster.cancel_all()
 
 
+@pytest.fixture
+def time_to_save(devcluster: DevCluster) -> Iterator[None]:
+    """For tests that require that a run saves when its job is requeued."""
+    with devcluster.time_to_save():
+        yield
+
+
 @pytest.fixture(scope="session")
 def slurm_runs(empty_database: Path, devcluster: DevCluster) -> Iterator[SlurmRuns]:
     """One folder for the runs of all tests; run names are unique across tests."""

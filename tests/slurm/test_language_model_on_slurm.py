@@ -125,6 +125,7 @@ def assert_trained_as(runs: SlurmRuns, name: str, control: str, cell: Cell) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("time_to_save")
 def test_language_model_survives_faults_on_fewer_nodes(runs: SlurmRuns, cell: Cell) -> None:
     """On 4 nodes a rank is killed, then a node dies; on 3 nodes the run is stopped and resumed, then preempted."""
     cell.fault, cell.trainer = "4 nodes, killed, 3, stopped, preempted, 2", "lm"

@@ -260,13 +260,13 @@ def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
 
 
 @runtimes(*(f"{case}{USER}" for case in CASES), slow=SLOW)
+@pytest.mark.usefixtures("time_to_save")
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
-    with boxed.cluster.setting("KillWait", 30):
-        boxed.cluster.run("scontrol", "requeue", boxed.job)
-        boxed.release()
-        boxed.wait_queued()
+    boxed.cluster.run("scontrol", "requeue", boxed.job)
+    boxed.release()
+    boxed.wait_queued()
     assert HOLD_STEP <= boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
     assert_nothing_left(runtime, boxed.runs, boxed.name)
     boxed.start_now()

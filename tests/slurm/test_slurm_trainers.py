@@ -135,23 +135,26 @@ def cases(request: pytest.FixtureRequest) -> list[Case]:
 def finished(slurm_runs: SlurmRuns, cases: list[Case]) -> dict[str, Finished]:
     """Every trainer's run, requeued while its ranks were held, and its control run on this machine without Slurm."""
     runs, cluster, jobs, sockets = slurm_runs, slurm_runs.cluster, {}, {}
-    for case in cases:
-        words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes)
-        code, output = runs.command("submit", *words, "--cluster", "devcluster")
-        assert code == 0, output
-        jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
-    for case in cases:
-        held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
-        wait_for(partial(all_exist, held), f"{case.trainer} to be held", timeout_s=WAIT_S)
-        sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
-        cluster.run("scontrol", "requeue", jobs[case.trainer])
-    for job in jobs.values():
-        runs.start_now(job)
-    for case in cases:
-        words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
-        code, output = runs.command("run", *words, **runs.unshipped)
-        assert code == 0, output
-    return {case.trainer: wait_finished(runs, case, jobs[case.trainer], sockets[case.trainer]) for case in cases}
+    with cluster.time_to_save():
+        for case in cases:
+            words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes)
+            code, output = runs.command("submit", *words, "--cluster", "devcluster")
+            assert code == 0, output
+            jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
+        # While the ranks start, and not before `wait_finished`: Slurm forgets a job 300 s after its end.
+        for case in cases:
+            words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
+            code, output = runs.command("run", *words, **runs.unshipped)
+            assert code == 0, output
+        for case in cases:
+            run = run_of(runs, case, "requeued")
+            held = [run.attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
+            wait_for(partial(all_exist, held), f"{case.trainer} to be held", timeout_s=WAIT_S)
+            sockets[case.trainer] = sockets_of(run)
+            cluster.run("scontrol", "requeue", jobs[case.trainer])
+            # Not after the wait for the next trainer: after 120 s, Slurm starts the job itself.
+            runs.start_now(jobs[case.trainer])
+        return {case.trainer: wait_finished(runs, case, jobs[case.trainer], sockets[case.trainer]) for case in cases}
 
 
 def run_of(runs: SlurmRuns, case: Case, kind: str) -> RunDir:

@@ -233,6 +233,7 @@ def job_log(runs: SlurmRuns, name: str) -> str:
     return (runs.folder.parent / f"{name}.log").read_text()
 
 
+@pytest.mark.usefixtures("time_to_save")
 def test_requeued_job_resumes_until_it_is_stopped(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     """The ranks only count."""
     name = "by-hand-counting"

@@ -63,6 +63,7 @@ def start_submit(runs: SlurmRuns, name: str, *arguments: str) -> tuple[RunningCo
     return following, following.until(f"{name} is job ").split()[3].rstrip(":")
 
 
+@pytest.mark.usefixtures("time_to_save")
 def test_follow_shows_pending_reasons_a_requeue_and_the_end(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "followed"
     following, job = start_submit(slurm_runs, name, *TWO_COUNTING_RANKS, WAITING, "--follow")
@@ -72,7 +73,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(slurm_runs: SlurmRun
     devcluster.run("scontrol", "release", job)
     slurm_runs.start_now(job)
     following.until(f"running: job {job} on n[1-2]")
-    wait_for(slurm_runs.attempt(name).beat(1).exists, "the first steps", timeout_s=WAIT_S)
+    slurm_runs.wait_step(name, 1, 1)
     devcluster.run("scontrol", "requeue", job)
     following.until("queued: requeued (everything saved (Slurm ends the job)); job ")
     slurm_runs.start_now(job)
@@ -142,6 +143,7 @@ def test_explain_shows_why_a_run_was_rejected(slurm_runs: SlurmRuns, tmp_path: P
     waiting, job = start_submit(slurm_runs, name, *one_rank, *missing, "--follow")
     code, lines = waiting.end()
     assert code == 2, lines
+    slurm_runs.wait_end(name, job)  # the run ends before its job
     code, output = slurm_runs.command("explain", name)
     rows = {key: text.strip() for key, _, text in (line.partition(":") for line in output.splitlines())}
     assert rows["cause"] == "the configuration cannot run on these nodes"

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -99,6 +99,14 @@ class DevCluster:
         finally:
             conf.write_text(before)
             self.run("scontrol", "reconfigure")
+
+    def time_to_save(self) -> AbstractContextManager[None]:
+        """Return a block in which Slurm kills a job 30 s after its signal, as by default, and not after 5 s.
+
+        On a busy machine, ranks and supervisor need more than 5 s to save, to end and to record that. A job must start
+        in the block: srun reads the setting, and gives up soon after that time.
+        """
+        return self.setting("KillWait", 30)
 
     def set_grace_time(self, seconds: int) -> None:
         """Set the grace time of preempted jobs in the partition `main` until the next `up`."""
