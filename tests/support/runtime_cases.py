@@ -87,6 +87,8 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns) -> Iterator[Run
         return
     ENROOT_STATE.mkdir(exist_ok=True)
     ENROOT_STATE.chmod(0o1777)
+    # Of a killed test session, whose nodes had the same namespaces: the kernel uses their numbers again.
+    remove_enroot_state(runs.cluster)
     reference = image.folder if case == "enroot-folder" else image.sqsh
     with pyxis_plugin(runs.cluster) if case == "pyxis" else nullcontext():
         yield ready(reference, "enroot", {}, lambda: remove_enroot_state(runs.cluster))
