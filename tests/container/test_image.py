@@ -168,7 +168,8 @@ def test_layers_contain_no_secrets_caches_or_git_folders(
 # --- `hpcdist image convert` with the real enroot and apptainer, which start what was written.
 
 
-#: Of this process: another one that tests the same image counts containers, too, and removes the image at its end.
+#: Of this process: another one that tests the same image counts containers, too, and removes the image at its end. As a
+#: label, since podman would otherwise give both names to one image.
 TAG = f"{SMALL_NAME}-converted-{secrets.token_hex(4)}"
 #: Start a command in each format, with the checkout and its packages mounted, as in the matrix of runtimes.
 STARTS: dict[str, Sequence[str]] = {
@@ -187,6 +188,7 @@ def labelled(containers: Containers) -> Iterator[str]:
         FROM {image.name}
         LABEL org.opencontainers.image.title=hpcdist
         LABEL org.opencontainers.image.version={hpcdist.__version__}
+        LABEL test={TAG}
         ENV OF_IMAGE=here
         CMD ["true"]
     """  # enroot does not import an image without a command
