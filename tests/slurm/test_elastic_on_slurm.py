@@ -136,7 +136,8 @@ def assert_series_complete(runs: SlurmRuns, name: str, control: str, cell: Cell)
 def test_spare_node_takes_the_place_of_a_dead_node(runs: SlurmRuns, control: str, cell: Cell) -> None:
     cell.fault = "node dead, a spare one takes over"
     name = "spare-node"
-    job = submit(runs, name, "cluster.nodes=2", "cluster.spare_nodes=1", "params.pace_s=0.1")
+    # Paced until the node is killed.
+    job = submit(runs, name, "cluster.nodes=2", "cluster.spare_nodes=1", "params.pace_s=[0.5,0]")
     wait_step(runs, name, 1, 6)
     kill(runs, "n2")
     assert_finished(runs, name, job, control, cell)

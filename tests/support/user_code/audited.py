@@ -1,7 +1,8 @@
 """The trainer `ddp` with a record of the samples of each step; a rank can be held at a chosen moment.
 
-`params.pace_s` is the minimum duration of a step. The variable HOLD_AT is `moment:attempt:rank`. The rank writes `held`
-to the folder of the attempt and waits for its end:
+`params.pace_s` is the minimum duration of a step, or a list with that of each attempt, whose last one also counts for
+later attempts. The variable HOLD_AT is `moment:attempt:rank`. The rank writes `held` to the folder of the attempt and
+waits for its end:
 
 - `rendezvous`: before it meets the other ranks
 - `restore`: before it reads the checkpoint
@@ -48,9 +49,13 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train like `ddp`, and write a line for each micro-batch: step, number, samples."""
     ask_all, batches = ctx.should_stop, ctx.elastic.micro_batches
     load, save_file = store.CheckpointStore.load, store.save_file
+    paces = cfg.params["pace_s"]
+    if not isinstance(paces, list):
+        paces = [paces]
+    pace_s = paces[min(ctx.topology.attempt, len(paces)) - 1]
 
     def should_stop(step: int, total_steps: int | None = None) -> bool:
-        time.sleep(cfg.params["pace_s"])
+        time.sleep(pace_s)
         return ask_all(step, total_steps)
 
     def micro_batches(model: Any, step: int, num_samples: int) -> Iterator[Any]:
