@@ -36,7 +36,7 @@ from harness import BASELINES, HPCDIST, NO_WARM_UP, argument_parser, clean_env, 
 from hpcdist.devcluster import cluster, cluster_status
 from hpcdist.devcluster.settings import Layout
 
-STEP_WITHIN_S = 120.0
+STEP_WITHIN_S = 600.0
 PARTS = ("command", "batch", "ranks")
 #: Names of the step of the ranks: of a job of hpcdist, or of the command of a hand-written srun.
 RANKS = {"ranks-001", "bash"}
@@ -180,7 +180,9 @@ def main() -> None:
     parser.add_argument("--no-warm-up", action="store_true", help=NO_WARM_UP)
     arguments = parser.parse_args()
 
-    with tempfile.TemporaryDirectory(prefix="slurm_start_") as name, dev_cluster(arguments.nodes) as client:
+    # The upload of the last submission may still write there at the end.
+    place = tempfile.TemporaryDirectory(prefix="slurm_start_", ignore_cleanup_errors=True)
+    with place as name, dev_cluster(arguments.nodes) as client:
         # Unbuffered, so that the output shows the submission.
         env = {**clean_env("SLURM_", "SBATCH_"), **client, "PYTHONUNBUFFERED": "1"}
         project, out = Path(name) / "project", Path(name) / "first_step.txt"
