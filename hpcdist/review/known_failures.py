@@ -61,7 +61,8 @@ PATTERNS = (
     *MEMORY_PATTERNS,
     Pattern(
         "cuda-out-of-memory",
-        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
+        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory"
+        r"|Cuda failure (?:\d+ )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED",
         "the GPU's memory is full",
         "reduce data.batch_size, or set data.global_batch_size and launch.fit_batch=true, which halves its parts until"
         " they fit; else precision.dtype=bf16, or GPUs with more memory (cluster.constraint)",
@@ -69,8 +70,8 @@ PATTERNS = (
     Pattern(
         "out-of-memory",
         r"oom[-_]kill|killed by the kernel: out of memory|Out Of Memory|Out of memory: Killed process"
-        r"|exceeded (?:step|job) memory limit|can't allocate memory|Cannot allocate memory|^MemoryError|: MemoryError"
-        r"|OUT_OF_MEMORY",
+        r"|exceeded (?:(?:step|job) )?memory limit|Exceeded job memory limit|can't allocate memory"
+        r"|Cannot allocate memory|MemoryError\b|DataLoader worker .*killed by signal: Killed|OUT_OF_MEMORY",
         "the host's memory, or the job's share of it, is exhausted",
         HOST_MEMORY_FIX,
     ),

@@ -320,6 +320,7 @@ def test_error_about_a_killed_worker_is_explained_by_memory(run: RunDir) -> None
     write_json(run.attempt(1).failure, record)
     assert explained(run)["evidence"] == f"attempts/001/failure.json: {clause}"
     for other in ("ValueError: nan", "ValueError: the loss differs by 1e-9"):
+        write_outcome(run, 0, other)
         write_json(run.attempt(1).failure, {**record, "error": other})
         assert explained(run)["cause"] == "an exception in the training code", "says nothing about a process"
 
@@ -544,6 +545,12 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("unreachable", "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to"),
         # https://www.osc.edu/documentation/knowledge_base/out_of_memory_oom_or_excessive_memory_usage
         ("out-of-memory", "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some"),
+        ("out-of-memory", "slurmstepd: error: StepId=41.0 exceeded memory limit (2048 > 1024), being killed"),
+        ("out-of-memory", "slurmstepd: error: Exceeded job memory limit"),
+        ("out-of-memory", "RuntimeError: DataLoader worker (pid 31) is killed by signal: Killed."),
+        ("out-of-memory", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.28 TiB for an array"),
+        ("cuda-out-of-memory", "Cuda failure 2 'out of memory'"),
+        ("cuda-out-of-memory", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(h)`"),
         # https://github.com/XPixelGroup/BasicSR/issues/737
         ("collective-timeout", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=808, OpType="),
         ("duplicate-gpu", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"),
