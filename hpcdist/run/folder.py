@@ -88,7 +88,7 @@ _SENTENCES: dict[StopCause, str] = {
     "time_limit": "time limit",
     "preemption": "Slurm ends the job",
     "growth": "to restart on more nodes: {by} answers again",
-    "idle": "idle: no step, no output, and no use of CPU or GPU for {by}",
+    "idle": "idle: no step, no output, and no use of CPU, GPU or files for {by}",
 }
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 

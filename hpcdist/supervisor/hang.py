@@ -567,6 +567,9 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, a
 LEAST_PRINT_S = 1.0
 #: A rank that has used more than this share of a core computes.
 _BUSY_SHARE = 0.1
+#: A rank that has read and written more than this a second works, such as on a large file on a slow file system.
+#: Heartbeats, logs and measurements of the system take less.
+_BUSY_BYTES_PER_S = 1_000_000
 #: Share of the time limit in which the ranks of a node print. The rest is for the start of the command on all nodes.
 _PRINT_SHARE = 0.65
 _COMMAND = (sys.executable, "-P", "-m", "hpcdist.supervisor.hang")
@@ -629,11 +632,12 @@ def _take_reports(attempt: Attempt) -> dict[int, RankSnapshot]:
 
 
 class Activity(NamedTuple):
-    """CPU and GPU use of a rank at one time."""
+    """Use of CPU, GPU and files by a rank at one time."""
 
     time: float  #: seconds since the epoch, by the clock of the rank's node
     cpu_s: float  #: CPU time until now, with that of children that have ended
     on_gpu: bool  #: whether a GPU that they use computes now
+    io_bytes: int = 0  #: bytes read and written until now, also through mapped memory
 
 
 def read_activities(
@@ -650,10 +654,10 @@ def read_activities(
 
 
 def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity], share: float = _BUSY_SHARE) -> set[int]:
-    """Return the ranks that compute, by their activities at two times: on a GPU now, or on a CPU in between.
+    """Return the ranks that work, by their activities at two times: on a GPU now, or on a CPU or files in between.
 
     Args:
-        share: of a core, above which a rank computes.
+        share: of a core, above which a rank works.
     """
     busy = set()
     for rank, now in after.items():
@@ -663,7 +667,9 @@ def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity], sh
 
 
 def _is_busy(before: Activity, now: Activity, share: float) -> bool:
-    return now.cpu_s - before.cpu_s > share * (now.time - before.time)
+    elapsed_s = now.time - before.time
+    computes = now.cpu_s - before.cpu_s > share * elapsed_s
+    return computes or now.io_bytes - before.io_bytes > _BUSY_BYTES_PER_S * elapsed_s
 
 
 def main(what: str, folder: str, limit_s: str = "0") -> None:
@@ -685,7 +691,7 @@ def main(what: str, folder: str, limit_s: str = "0") -> None:
         pids = family(pid)
         cpu_s = _cpu_s(pids)
         is_on_gpu = not pids_on_gpu.isdisjoint(pids)
-        print(json.dumps([rank, time.time(), cpu_s, is_on_gpu]), flush=True)
+        print(json.dumps([rank, time.time(), cpu_s, is_on_gpu, _io_bytes(pids)]), flush=True)
 
 
 def _cpu_s(pids: Iterable[int]) -> float:
@@ -696,6 +702,19 @@ def _cpu_s(pids: Iterable[int]) -> float:
             times = psutil.Process(pid).cpu_times()
             seconds += times.user + times.system + times.children_user + times.children_system
     return seconds
+
+
+def _io_bytes(pids: Iterable[int]) -> int:
+    """Return the bytes that processes and their ended children have read and written; 0 if the kernel hides them.
+
+    Calls count in full, also if the page cache answers; disks and network file systems count reads of mapped memory.
+    """
+    num_bytes = 0
+    for pid in pids:
+        with suppress(psutil.Error, NotImplementedError):
+            counters = psutil.Process(pid).io_counters()
+            num_bytes += counters.read_chars + counters.write_chars + counters.read_bytes
+    return num_bytes
 
 
 if __name__ == "__main__":

@@ -35,14 +35,14 @@ LEAST_STACKS_S = 3.0
 REST_S = 15.0
 
 
-#: Number of looks at the CPU and GPU use of silent ranks within `launch.idle_timeout_s`.
+#: Number of looks at the activities of silent ranks within `launch.idle_timeout_s`.
 IDLE_LOOKS = 8
 #: A rank that has used more than this share of a core is not idle; waiting threads and measurements use less.
 IDLE_SHARE = 0.02
 
 
 class IdleTime:
-    """The time since which no rank has shown progress or used a processor. Times are on the monotonic clock."""
+    """The time since which no rank has shown progress or been active. Times are on the monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self.since = now
@@ -213,7 +213,7 @@ class Watch:
         return None
 
     def _stop_idle(self, now: float) -> None:
-        """Request the end of ranks that have shown no progress and used no processor for `idle_s`, with their stacks.
+        """Request the end of ranks that have shown no progress and no activity for `idle_s`, with their stacks.
 
         What is unknown, such as the CPU time on a node that does not answer, is no sign of idleness.
         """
@@ -245,7 +245,7 @@ class Watch:
                 self.attempt.stacks_summary.replace(self.attempt.silence)
         if busy:
             self.progress.postpone(time.monotonic())
-            used = f"{ranks_text(busy)} used CPU or GPU meanwhile: the run continues"
+            used = f"{ranks_text(busy)} used CPU, GPU or files meanwhile: the run continues"
             self.report.note(f"no sign of progress for {hang_s:g} s, but {used}")
             return
         self._warned = True

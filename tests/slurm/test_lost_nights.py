@@ -206,7 +206,7 @@ def test_job_that_does_nothing_gives_its_node_back(slurm_runs: SlurmRuns) -> Non
     jobs = {name: submit(slurm_runs, name, text, *overrides) for name, text in (("idle", WAITS), ("busy", COMPUTES))}
     state = slurm_runs.wait_end("idle", jobs["idle"])
     assert state.status == "stopped"
-    assert "idle: no step, no output, and no use of CPU or GPU for launch.idle_timeout_s=10 s" in state.reason
+    assert "idle: no step, no output, and no use of CPU, GPU or files for launch.idle_timeout_s=10 s" in state.reason
     assert read_ledger(slurm_runs.run_dir("idle")).seconds["idle"] >= 2 * 10  # two cores
     assert "idle.py" in slurm_runs.attempt("idle").stacks_summary.read_text()
     assert slurm_runs.wait_end("busy", jobs["busy"]).status == "finished"

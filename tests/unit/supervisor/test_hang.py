@@ -95,7 +95,17 @@ def test_activity_shows_the_rank_that_computes_without_a_signal(attempt: Attempt
         assert hang.busy_ranks(since, after) == {1}
         assert hang.busy_ranks({}, after) == set(), "unknown"
         assert hang.busy_ranks({}, {0: after[0]._replace(on_gpu=True)}) == {0}
+        assert all(activity.io_bytes > 0 for activity in before.values()), "the files of its imports"
     assert "Current thread" not in attempt.log(0).read_text()
+
+
+def test_rank_that_reads_from_a_slow_file_system_is_busy() -> None:
+    before = {rank: hang.Activity(0.0, cpu_s=0.0, on_gpu=False, io_bytes=10**9) for rank in range(2)}
+    after = {
+        0: hang.Activity(100.0, cpu_s=0.5, on_gpu=False, io_bytes=10**9 + 500_000_000),
+        1: hang.Activity(100.0, cpu_s=0.5, on_gpu=False, io_bytes=10**9 + 5_000_000),  # logs and heartbeats
+    }
+    assert hang.busy_ranks(before, after) == {0}
 
 
 @pytest.mark.processes

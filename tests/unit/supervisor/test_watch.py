@@ -247,7 +247,7 @@ def test_silent_ranks_that_compute_are_not_ended(
     failure = scene.watch.until_over()
     assert failure is not None
     assert set(scene.notes) == {
-        "no sign of progress for 300 s, but rank 2 used CPU or GPU meanwhile: the run continues"
+        "no sign of progress for 300 s, but rank 2 used CPU, GPU or files meanwhile: the run continues"
     }
     assert 1000 + HANG_S / 2 <= scene.ranks.time <= 1000 + 2 * HANG_S
 
@@ -284,7 +284,9 @@ def test_idle_ranks_are_asked_to_stop_with_their_stacks(idle: Scene, busy_until:
     request = Attempt(idle.watch.attempt.path).read_request()
     assert request is not None
     assert (request.action, request.cause) == ("stop", "idle")
-    assert request.sentence == ("idle: no step, no output, and no use of CPU or GPU for launch.idle_timeout_s=3600 s")
+    assert (
+        request.sentence == "idle: no step, no output, and no use of CPU, GPU or files for launch.idle_timeout_s=3600 s"
+    )
     assert f"the ranks are idle: {DEADLOCK.sentence} (stack traces of all ranks are in" in "".join(idle.notes)
     assert idle.watch.idle_since is not None
     assert since <= idle.watch.idle_since - NOW <= since + 4 * IDLE_S / IDLE_LOOKS
