@@ -174,10 +174,20 @@ def test_middle_of_a_long_exception_is_removed(runs_dir: Path) -> None:
 def test_outcome_of_a_full_gpu_has_its_memory(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(runs_dir / "exp" / "run")
     monkeypatch.setattr(memory_history, "memory_record", lambda message: {"device": "GPU 0"})
-    for error, expected in ((torch.OutOfMemoryError, {"device": "GPU 0"}), (RuntimeError, None)):
+    of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for error, expected in (
+        (torch.OutOfMemoryError("CUDA out of memory"), {"device": "GPU 0"}),
+        (RuntimeError(of_cublas), {"device": "GPU 0"}),
+        (RuntimeError("CUDA error: out of memory"), {"device": "GPU 0"}),
+        (RuntimeError("no CUDA out of memory"), None),
+    ):
         attempt = run.new_attempt()
-        Outcome(attempt, 0).write_error(error("CUDA out of memory"))
-        assert (read_json(attempt.outcome(0)) or {}).get("device_memory") == expected
+        outcome = Outcome(attempt, 0)
+        outcome.num_micro_batches = lambda: 2
+        outcome.write_error(error)
+        found = read_json(attempt.outcome(0)) or {}
+        assert found.get("device_memory") == expected
+        assert found.get("num_micro_batches") == (2 if expected else None), "for launch.fit_batch"
 
 
 def failed_in_user_code(run: RunDir, error: type[Exception], text: str) -> dict[str, Any]:
