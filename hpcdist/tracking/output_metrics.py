@@ -86,11 +86,12 @@ class OutputPatterns:
 def _match(metric: str, found: re.Match[str]) -> Iterator[Match]:
     """Yield the value of a match, unless its groups hold no numbers."""
     step = None
+    text = found[value_group(found.re)] or ""
     try:
-        value = float(found[value_group(found.re)])
+        value = float(text.rstrip("."))  # `loss ([0-9.]+)` takes the end of a sentence, too
         if STEP_GROUP in found.re.groupindex:
             step = int(found[STEP_GROUP])
-    except (ValueError, TypeError):  # TypeError: an optional group that is not in the line
+    except (ValueError, TypeError):  # such as of an optional group that is not in the line
         return
     yield Match(metric, value, step)
 

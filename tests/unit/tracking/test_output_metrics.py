@@ -18,6 +18,7 @@ def test_values_and_steps_of_lines_are_found() -> None:
     )
     assert list(patterns.find("iter 30: loss 2.5, 0.25 on val")) == [Match("loss", 2.5, 30), Match("val", 0.25, None)]
     assert list(patterns.find("iter 30: loss 2.5.1, lr none")) == []
+    assert list(patterns.find("iter 30: loss 2.5. Saved.")) == [Match("loss", 2.5, 30)]
 
 
 def test_expression_that_takes_too_long_is_given_up(
