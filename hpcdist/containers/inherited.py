@@ -18,7 +18,8 @@ _CERTIFICATES = (
     "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
 )  # fmt: skip
 FOR_LIBRARIES = (
-    "HF_*", "HUGGINGFACE_HUB_*", "TRANSFORMERS_*", "TORCH_HOME", *_PROXIES, *map(str.lower, _PROXIES), *_CERTIFICATES
+    "HF_*", "HUGGINGFACE_HUB_*", "HUGGING_FACE_HUB_*", "TRANSFORMERS_*", "TORCH_HOME", *_PROXIES,
+    *map(str.lower, _PROXIES), *_CERTIFICATES,
 )  # fmt: skip
 #: Folders of the system. Their content belongs to the image. Single files in them, such as certificates, do not.
 _OF_THE_SYSTEM = tuple(map(Path, ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")))

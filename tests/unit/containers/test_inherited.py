@@ -37,6 +37,7 @@ def test_caches_proxies_and_certificates_reach_each_runtime(tmp_path: Path, runt
     certificate.touch()
     env = {**PROXIES, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1", "TORCH_HOME": str(tmp_path)}
     env["SSL_CERT_FILE"] = str(certificate)
+    env["HUGGING_FACE_HUB_TOKEN"] = "hf_x"  # the older name
     passed = outer_env(spec_of(env, runtime), {**env, "PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x"})
     assert passed.items() >= env.items()
     assert "AWS_SECRET_ACCESS_KEY" not in passed
