@@ -150,16 +150,16 @@ class Training:
 def measure_beside_training(training: Training, start_save: Save, number: int) -> dict[str, float]:
     """Return the cost of a save, of this number, while the training goes on."""
     usual = training.step_seconds()
-    reset_peak()
-    before = peak_bytes()
     wait = start_save(number)
     after = training.step_seconds()
     wait()
-    return {"step_over_usual": after / usual, "peak_mb": (peak_bytes() - before) / 1e6}
+    return {"step_over_usual": after / usual}
 
 
 def measure_alone(ctx: Context, start_save: Save, number: int) -> dict[str, float]:
-    """Return the times of a save, of this number, while nothing else runs."""
+    """Return the times and the memory of a save, of this number, while nothing else runs."""
+    reset_peak()
+    resident = peak_bytes()
     cpu_began = time.process_time()
     own_cpu_began = time.thread_time()
     began = time.perf_counter()
@@ -170,7 +170,8 @@ def measure_alone(ctx: Context, start_save: Save, number: int) -> dict[str, floa
     cpu = time.process_time() - cpu_began
     ctx.groups.barrier()
     durable = time.perf_counter() - began
-    return {"stall_s": stall, "stall_cpu_s": stall_cpu, "durable_s": durable, "cpu_s": cpu}
+    peak_mb = (peak_bytes() - resident) / 1e6
+    return {"stall_s": stall, "stall_cpu_s": stall_cpu, "durable_s": durable, "cpu_s": cpu, "peak_mb": peak_mb}
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -187,10 +188,9 @@ def train(ctx: Context, cfg: Config) -> None:
     for _ in range(params["rounds"] + 1):
         for name, start_save in contenders.kinds.items():
             number = next(numbers)
-            values = measure_beside_training(training, start_save, number)
-            ctx.groups.barrier()
+            values = measure_alone(ctx, start_save, number)
             contenders.remove_old(number)
-            values |= measure_alone(ctx, start_save, next(numbers))
+            values |= measure_beside_training(training, start_save, next(numbers))
             largest = ctx.groups.max(list(values.values()))
             rows[name].append(dict(zip(values, largest, strict=True)))
     if ctx.is_main:
