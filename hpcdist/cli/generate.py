@@ -13,7 +13,7 @@ from hpcdist.host.image_identity import install_command
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
-    from hpcdist.trainers.lm.tokenizer import Tokenizer
+    from hpcdist.data.tokenizer import Tokenizer
 
 app = typer.Typer()
 #: A tokenizer's text for the first bytes of a character, if its other bytes are in the next token.
@@ -80,9 +80,9 @@ def generate(
     try:
         from hpcdist.checkpoint.export import find_checkpoint
         from hpcdist.checkpoint.state import load_weights
+        from hpcdist.data.tokenizer import tokenizer_of_run
         from hpcdist.trainers.lm import LmConfig
         from hpcdist.trainers.lm.model import generate_tokens, whole_decoder
-        from hpcdist.trainers.lm.tokenizer import tokenizer_of_run
     except ModuleNotFoundError as error:
         raise UserMistake(f"generate needs {error.name}: run {install_command('train')}") from error
 

@@ -1,4 +1,4 @@
-"""Datasets and models by name, without torch."""
+"""What is known of datasets, models and tokenizers without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +54,8 @@ DATASETS: Mapping[str, DatasetSpec] = {
     ),
 }
 
+#: Tokens of the tokenizer of bytes: their values, and an end token.
+NUM_BYTE_TOKENS = 257
 
 # Names of the models. The models of torchvision.models.resnet; listed here because importing torchvision takes 0.9 s.
 RESNET_NAMES: tuple[str, ...] = (

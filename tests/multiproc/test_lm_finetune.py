@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.loading import load_config
+from hpcdist.data.tokenizer import train_bpe
 from hpcdist.errors import terminal_text
 from hpcdist.rank.context import close
 from hpcdist.run.folder import RunDir
@@ -19,7 +20,6 @@ from hpcdist.run.training_record import read_training
 from hpcdist.run.weight_files import hugging_face_weights
 from hpcdist.trainers.lm import LmConfig
 from hpcdist.trainers.lm import train as trainer
-from hpcdist.trainers.lm.tokenizer import train_bpe
 
 #: Of the random model: Llama with tied embeddings, whose vocabulary is larger than that of its tokenizer.
 SIZES: dict[str, Any] = {

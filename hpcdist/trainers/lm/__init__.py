@@ -11,6 +11,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
 from hpcdist.config.trainer_declaration import Trainer
 from hpcdist.config.training_schema import HUGGING_FACE_CONFIG, DataConfig, ModelConfig
+from hpcdist.data import NUM_BYTE_TOKENS
 from hpcdist.data.documents import FOLDER_SUFFIXES
 from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError, plural
@@ -20,8 +21,6 @@ from hpcdist.trainers.lm.huggingface import config_document, section_values
 if TYPE_CHECKING:
     from hpcdist.checkpoint.stored_weights import StoredWeights
 
-#: Tokens of the tokenizer of bytes: their values, and an end token.
-NUM_BYTE_TOKENS = 257
 #: Which activations of a layer the backward pass computes again.
 Recomputed = Literal["none", "selective", "full"]
 #: The layers to which LoRA can be added.

@@ -46,6 +46,15 @@ from hpcdist.data.documents import (
     split_held_out,
 )
 from hpcdist.data.text_files import find_text_files
+from hpcdist.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    TokenArray,
+    Tokenizer,
+    read_tokenizer,
+    tokenizer_of_run,
+    train_bpe,
+)
 from hpcdist.data.windows import TokenWindows, token_type
 from hpcdist.errors import ConfigError, DataError, RunFolderError
 from hpcdist.host import retry
@@ -58,15 +67,6 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import read_training
 from hpcdist.run.weight_files import TOKENIZER_FILE, TOKENIZER_FOLDER
 from hpcdist.trainers.lm import CorpusConfig, LmConfig, two_tokenizers
-from hpcdist.trainers.lm.tokenizer import (
-    ByteTokenizer,
-    FileTokenizer,
-    TokenArray,
-    Tokenizer,
-    read_tokenizer,
-    tokenizer_of_run,
-    train_bpe,
-)
 
 log = logging.getLogger(__name__)
 

@@ -91,8 +91,8 @@ def config_document(config: Config, run: RunDir, weights: Mapping[str, Any]) -> 
 
     Raises ExportError if no architecture of transformers has these layers.
     """
+    from hpcdist.data.tokenizer import tokenizer_of_run
     from hpcdist.trainers.lm import LmConfig
-    from hpcdist.trainers.lm.tokenizer import tokenizer_of_run
 
     lm = config.section(LmConfig)
     model = lm.model

@@ -10,11 +10,11 @@ from command_line import Cli, Make, one_line
 
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.cli.generate import pieces_of_text
+from hpcdist.data.tokenizer import ByteTokenizer
 from hpcdist.errors import terminal_text
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.lm import LmModelConfig
 from hpcdist.trainers.lm.model import Decoder, generate
-from hpcdist.trainers.lm.tokenizer import ByteTokenizer
 
 SIZES = LmModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16)
 TOKENIZER = ByteTokenizer()

@@ -22,6 +22,7 @@ from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig
 from hpcdist.data.documents import pieces_of
+from hpcdist.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_of_run, train_bpe
 from hpcdist.data.windows import TokenWindows
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.host import locks
@@ -31,7 +32,6 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import read_training
 from hpcdist.trainers.lm import CorpusConfig, LmConfig, corpus
 from hpcdist.trainers.lm.corpus import Corpus, build, open_corpus, prepare
-from hpcdist.trainers.lm.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_of_run, train_bpe
 
 END = ByteTokenizer.end_token
 SENTENCES = [f"Sentence {number} is about the number {number * number}." for number in range(400)]

@@ -1,4 +1,4 @@
-"""The tokenizers of trainer `lm`: bytes, a file `tokenizer.json`, and byte-pair encoding that is trained on a text."""
+"""Tokenizers of language models: bytes, a file `tokenizer.json`, and byte-pair encoding that is trained on a text."""
 
 import json
 import os
@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hpcdist.data import NUM_BYTE_TOKENS
 from hpcdist.errors import DataError, shortened
 from hpcdist.run.folder import RunDir
 from hpcdist.run.weight_files import TOKENIZER_CONFIG, TOKENIZER_FILE, TOKENIZER_FOLDER
-from hpcdist.trainers.lm import NUM_BYTE_TOKENS
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
