@@ -516,8 +516,7 @@ class Context:
         rank_state = self._rank_state(local)
         part = shard
         with call_of_all_ranks("ctx.save"):
-            facts = self.groups.all_gather_numbers([needs_write, is_owner, digest_of(state.tensors)])
-            rank_states = self.groups.gather_later(rank_state)
+            facts, rank_states = self.groups.gather_later(rank_state, [needs_write, is_owner, digest_of(state.tensors)])
             # One decision for all: an earlier save of this step may have failed on rank 0 alone.
             needs_write = bool(facts[0][0])
             owners = [rank for rank, (_, owns, _) in enumerate(facts) if owns]

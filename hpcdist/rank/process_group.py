@@ -102,7 +102,7 @@ class Groups:
         if self.control is None:
             return [value]
         content = _to_bytes(value)
-        sizes = self._sizes(content)
+        sizes = [size for (size,) in self.all_gather_numbers([len(content)])]
         received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         dist.all_gather(received, _padded(content, max(sizes)), group=self.control)
         return [_from_bytes(part[:size]) for part, size in zip(received, sizes, strict=True)]
@@ -118,26 +118,29 @@ class Groups:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks on rank 0, and an empty list on the others."""
-        return self.gather_later(value)()
+        _, values = self.gather_later(value, [])
+        return values()
 
-    def gather_later(self, value: T) -> Callable[[], list[T]]:
-        """Send the values of all ranks to rank 0, and return a function that returns the result of `gather`.
+    def gather_later(self, value: T, numbers: Sequence[int]) -> tuple[list[list[int]], Callable[[], list[T]]]:
+        """Exchange numbers as `all_gather_numbers` does, and send a value to rank 0, in two messages for both.
 
-        Another thread may call the function, which decodes one value after the other: for many ranks that takes long.
-        A single rank gets its value itself.
+        Returns the numbers of all ranks, and a function that returns the result of `gather`. Another thread may call
+        the function, which decodes one value after the other: for many ranks that takes long. A single rank gets its
+        value itself.
         """
         if self.control is None:
-            return lambda: [value]
+            return self.all_gather_numbers(numbers), lambda: [value]
         content = _to_bytes(value)
-        sizes = self._sizes(content)
+        gathered = self.all_gather_numbers([*numbers, len(content)])
+        sizes = [row.pop() for row in gathered]
         received = None
         if dist.get_rank() == 0:
             received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         dist.gather(_padded(content, max(sizes)), received, dst=0, group=self.control)
         if received is None:
-            return list
+            return gathered, list
         parts = [part[:size] for part, size in zip(received, sizes, strict=True)]
-        return lambda: [_from_bytes(part) for part in parts]
+        return gathered, lambda: [_from_bytes(part) for part in parts]
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank."""
@@ -151,10 +154,6 @@ class Groups:
         dist.broadcast(content, src=0, group=self.control)
         received: T = _from_bytes(content)
         return received
-
-    def _sizes(self, content: torch.Tensor) -> list[int]:
-        """Return the number of bytes of each rank's content."""
-        return [size for (size,) in self.all_gather_numbers([len(content)])]
 
 
 @dataclass(frozen=True)

@@ -233,9 +233,13 @@ def exchange_values(here: Rank) -> dict[str, Any]:
     assert isinstance(control, dist.ProcessGroup)
     groups = Groups(control, dist.HashStore())  # type: ignore[attr-defined]  # torch exports it at run time
     value = (here.rank, "n" * here.rank, None, [torch.full((here.rank,), 0.5)])
+    with patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
+        numbers_beside, gathered = groups.gather_later(value, [here.rank, -1])
     exchanged = {
         "all_gather": groups.all_gather(value),
         "gather": groups.gather(value),
+        "gather_later": gathered(),
+        "beside": (numbers_beside, all_gather.call_count),
         "numbers": groups.all_gather_numbers([here.rank, -(2**62)]),
         "broadcast": groups.broadcast({"path": "of rank 0"} if here.rank == 0 else {}),
     }
@@ -249,8 +253,10 @@ def test_groups_exchange_values_but_unpickle_no_code() -> None:
     sent = [(rank, "n" * rank, None, [[0.5] * rank]) for rank in range(NUM_RANKS)]
     for rank, found in enumerate(spawn_ranks(exchange_values, NUM_RANKS)):
         received = {key: [(*others, [t.tolist() for t in tensors]) for *others, tensors in found[key]]
-                    for key in ("all_gather", "gather")}  # fmt: skip
-        assert received == {"all_gather": sent, "gather": sent if rank == 0 else []}
+                    for key in ("all_gather", "gather", "gather_later")}  # fmt: skip
+        at_rank_0 = sent if rank == 0 else []
+        assert received == {"all_gather": sent, "gather": at_rank_0, "gather_later": at_rank_0}
+        assert found["beside"] == ([[rank, -1] for rank in range(NUM_RANKS)], 1), "one message beside that to rank 0"
         assert (found["broadcast"], found["is_created"]) == ({"path": "of rank 0"}, False)
         assert found["numbers"] == [[rank, -(2**62)] for rank in range(NUM_RANKS)]
 
