@@ -51,8 +51,8 @@ NO_SAVE = "not saved, since the script does not call hpcdist.should_save(step) a
 def log(metrics: Mapping[str, float], step: int) -> None:
     """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
 
-    The call takes microseconds and never waits for MLflow. Of a step that a restart repeats, the first value of a
-    trainer counts, and the last one of a script. Outside of a run nothing is recorded.
+    The call takes microseconds and never waits for MLflow. Of several values at one step, also of a step that a restart
+    repeats, the first one of a trainer counts, and the last one of a script. Outside of a run nothing is recorded.
 
     Raises UserMistake if a value is not a number.
     """
@@ -279,6 +279,7 @@ class RunningScript:
                 self.config.stop.nan_losses,
             )
             self._heartbeat.account = self._account
+            self._heartbeat.last_value_counts = True
         return self._heartbeat
 
     def _agree_in_group(self) -> "StopAgreement":

@@ -111,6 +111,8 @@ class Heartbeat:
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
         self.metric_steps: dict[str, int] = {}  #: of the metrics that were logged with a step
+        #: Of two values at one step, MLflow shows the first one of a trainer, and the last one of a script.
+        self.last_value_counts = False
         self._losses = LossWatch(nan_losses)
         #: The work of this rank beside steps, for the user who watches the run.
         self.doing = ""
@@ -147,10 +149,11 @@ class Heartbeat:
         self.beat()
 
     def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Record at most MAX_METRICS metrics, of each the first value at its largest step, as MLflow shows it."""
+        """Record at most MAX_METRICS metrics, of each the value at its largest step that MLflow shows."""
         new = metrics
         if step is not None:
-            new = {key: value for key, value in metrics.items() if step > self.metric_steps.get(key, -1)}
+            newest = step if self.last_value_counts else step - 1
+            new = {key: value for key, value in metrics.items() if self.metric_steps.get(key, -1) <= newest}
         for key, value in new.items():
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value

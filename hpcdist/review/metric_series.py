@@ -27,7 +27,10 @@ class LastValue(NamedTuple):
 
 
 class Series:
-    """Points of one metric, added in any order, in at most 80 KiB; of values that are not finite only the last one."""
+    """Points of one metric, added in any order, in at most 80 KiB; of values that are not finite only the last one.
+
+    Of several points at one step, the last one is kept.
+    """
 
     def __init__(self) -> None:
         self.num_points = 0  #: added, including those that are not kept
@@ -51,7 +54,7 @@ class Series:
         point = (step, value)
         if not self._ends:
             self._ends = [point, point]
-        if step < self._ends[0][0]:
+        if step <= self._ends[0][0]:
             self._ends[0] = point
         if step >= self._ends[1][0]:
             self._ends[1] = point
@@ -63,7 +66,7 @@ class Series:
                 self._sample = self._sample[::2]
                 self._spacing *= 2
         if len(self._steps) > MAX_POINTS:
-            kept = thinned(sorted(zip(self._steps, self._values, strict=True)), NUM_BINS)
+            kept = thinned(self._sorted(), NUM_BINS)
             self._steps = array("q", (step for step, _ in kept))
             self._values = array("d", (value for _, value in kept))
 
@@ -75,7 +78,12 @@ class Series:
     @property
     def points(self) -> list[tuple[int, float]]:
         """The kept points in the order of their steps; the first, last, lowest and highest ones are among them."""
-        return sorted({*self._ends, *zip(self._steps, self._values, strict=True)})
+        by_step = dict(self._sorted())
+        by_step |= dict(self._ends)
+        return sorted(by_step.items())
+
+    def _sorted(self) -> list[tuple[int, float]]:
+        return sorted(dict(zip(self._steps, self._values, strict=True)).items())
 
     @property
     def last(self) -> float | None:

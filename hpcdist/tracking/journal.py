@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # hand because a record must cost microseconds and survive crashes of the process, the node and the file server, which
 # logging handlers and MLflow's asynchronous logging do not guarantee.
 #
-# The steps of a key should increase over the attempts of a run: the shipper omits steps that a later attempt repeats. A
+# The steps of a key should increase over the attempts of a run: the shipper omits steps that a trainer repeats. A
 # record longer than MAX_LINE_BYTES is split into lines of the same time and step.
 
 #: JSON text of non-finite numbers, as Python's parser accepts it.
@@ -59,6 +59,7 @@ class JournalWriter:
         self._offset = 0  #: of the next record
         self._unsynced = bytearray()  #: the last bytes before the offset that are not synced
         self._is_new = True
+        self._newest: tuple[int, int] | None = None  #: step and time of the last record
         self._names: dict[str, str] = {}
         self._failed = False
         self._closed = False
@@ -90,8 +91,13 @@ class JournalWriter:
             raise UserMistake(
                 f"metrics were logged with a step outside of -2^63 … 2^63 - 1 ({number.bit_length()} bits)"
             )
+        if time_ms is None:
+            time_ms = time.time_ns() // 1_000_000
+        if self._newest is not None and self._newest[0] == number:
+            # Of two values at one step, MLflow shows the later one, and at equal times the larger one.
+            time_ms = max(time_ms, self._newest[1] + 1)
+        self._newest = (number, time_ms)
         # json.dumps takes twice as long.
-        time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         head = f'{{"t":{time_ms},"s":{number},"m":{{'
         text = f"{head}{','.join(parts)}}}}}\n"
         if len(text) > MAX_LINE_BYTES:
@@ -246,7 +252,9 @@ def _reason(error: OSError) -> str:
 
 # Reading of journal files in chunks of bounded size; lines that are not records are skipped with a warning.
 
-#: A process that a rank has started writes files of its own, and so does the reader of a script's files.
+#: End of the name of the file that the reader of a script's files writes, see `script_metrics.py`.
+READER_SUFFIX = ".files"
+#: A process that a rank has started writes files of its own.
 _FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+|\.files)?\.jsonl")
 #: Size of one read: bounds the memory of a reader for any length of file or line.
 CHUNK_BYTES = MAX_LINE_BYTES
@@ -274,6 +282,11 @@ class JournalFile(NamedTuple):
     attempt: int
     rank: int
     path: Path
+
+
+def is_of_reader(file_name: str) -> bool:
+    """Return whether a journal file is that of the reader of a script's files, which a killed reader repeats in part."""
+    return file_name.endswith(f"{READER_SUFFIX}.jsonl")
 
 
 def attempt_of(file_name: str) -> int:

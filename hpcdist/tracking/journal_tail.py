@@ -100,23 +100,38 @@ class JournalTail:
     def new_points(self, chunks: dict[str, journal.Chunk]) -> list[Point]:
         """Return the points of `chunks` that MLflow does not have, and record them as sent."""
         points: list[Point] = []
+        of_ranks = {name: chunk for name, chunk in chunks.items() if not journal.is_of_reader(name)}
         if self._nodes is not None:
-            for attempt, record in self._nodes.reduce(chunks, self._sent.closing):
-                self._add(attempt, record, points)
+            for attempt, record in self._nodes.reduce(of_ranks, self._sent.closing):
+                self._add(attempt, record, points, once=not self._sent.newest_counts)
         else:
-            for name, chunk in chunks.items():
-                attempt = journal.attempt_of(name)
-                for record in chunk.records:
-                    self._add(attempt, record, points)
+            self._add_all(of_ranks, points, once=not self._sent.newest_counts)
+        # Metrics of nodes are in the files of ranks only.
+        self._add_all({name: chunk for name, chunk in chunks.items() if name not in of_ranks}, points, once=True)
         self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 
-    def _add(self, attempt: int, record: journal.Record, points: list[Point]) -> None:
-        """Append the points of a record that MLflow does not have to `points`."""
+    def _add_all(self, chunks: dict[str, journal.Chunk], points: list[Point], *, once: bool) -> None:
+        for name, chunk in chunks.items():
+            attempt = journal.attempt_of(name)
+            for record in chunk.records:
+                self._add(attempt, record, points, once=once)
+
+    def _add(self, attempt: int, record: journal.Record, points: list[Point], *, once: bool) -> None:
+        """Append the points of a record that MLflow does not have to `points`.
+
+        Args:
+            once: of several points of an attempt at one step, the first one counts. Otherwise all count, as in MLflow,
+                which shows the last one.
+        """
         time_ms, step, metrics = record
         for raw, value in metrics.items():
             key = clean_metric_name(raw)
-            if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
+
+            def was_seen(key: str = key) -> bool:
+                return self._was_seen(attempt, key, step, points)
+
+            if self._sent.admit(attempt, key, step, once=once, was_seen=was_seen):
                 points.append(Point(key, value, time_ms, step))
                 seen = self._seen.get(attempt)
                 if seen is not None:

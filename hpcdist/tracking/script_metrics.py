@@ -32,7 +32,7 @@ from hpcdist.host.locks import lock_now, open_lock
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.tracking.csv_logs import NotALog, read_rows
 from hpcdist.tracking.event_files import read_scalars
-from hpcdist.tracking.journal import JournalWriter, journal_files, read_records
+from hpcdist.tracking.journal import READER_SUFFIX, JournalWriter, is_of_reader, journal_files, read_records
 from hpcdist.tracking.output_metrics import OutputPatterns, read_lines
 from hpcdist.tracking.rank_records import is_of_code, not_reserved
 from hpcdist.tracking.written_files import WrittenFile, is_event_file, read_written_files
@@ -40,8 +40,6 @@ from hpcdist.tracking.written_files import WrittenFile, is_event_file, read_writ
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-#: End of the name of the journal file with the metrics that this process has read.
-FILE_SUFFIX = ".files"
 #: Longest time between two saves of the state.
 SAVE_S = 20.0
 #: A file of an ended attempt that has changed so long after the last pass was changed by another program.
@@ -110,7 +108,7 @@ class ScriptMetrics:
             for number in sorted(written, reverse=True):
                 if number > attempt.number:
                     ends |= {file.path: file.start for file in written[number]}
-            with JournalWriter(self._run.journal, attempt.number, file_suffix=FILE_SUFFIX) as journal:
+            with JournalWriter(self._run.journal, attempt.number, file_suffix=READER_SUFFIX) as journal:
                 self._read_files(written.get(attempt.number, []), ends, parts, journal, final=final)
                 if self._has_patterns:
                     self._read_output(attempt, parts, journal, final=final)
@@ -121,7 +119,7 @@ class ScriptMetrics:
     def _logs_itself(self) -> bool:
         """Return whether the script has logged metrics with MLflow or hpcdist.log since the last call."""
         for file in journal_files(self._run.journal):
-            if file.path.stem.endswith(FILE_SUFFIX):
+            if is_of_reader(file.path.name):
                 continue
             records, self._searched[file.path] = read_records(file.path, self._searched.get(file.path, 0))
             if any(map(is_of_code, records)):

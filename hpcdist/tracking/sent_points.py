@@ -13,7 +13,7 @@ from hpcdist.tracking.upload_state import Sent, SentFacts, state_key
 
 @dataclass(kw_only=True)
 class SentPoints(Sent):
-    """The points taken from the journals, and the rule that takes each (key, step) once; the owner is `PointBatches`.
+    """The points taken from the journals, and the rule which of them count; the owner is `PointBatches`.
 
     "Sent" means that a point has passed this rule: the budget may still hold it or leave it out.
     """
@@ -37,7 +37,7 @@ class SentPoints(Sent):
     marks: dict[str, int] = field(default_factory=dict)
     """Attempt → step of its point of the metric `attempt`."""
     newest_counts: bool = False
-    """Of a script, which may start from scratch: each attempt sends its own point of a (key, step)."""
+    """Of a script, which may start from scratch: each attempt sends its own points of a (key, step)."""
 
     @property
     def is_sending(self) -> bool:
@@ -51,19 +51,23 @@ class SentPoints(Sent):
         self.closing = {}
         self.flushing = False
 
-    def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
+    def admit(self, attempt: int, key: str, step: int, *, once: bool, was_seen: Callable[[], bool]) -> bool:
         """Return whether a point is new to MLflow, and record it as sent.
 
         A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept,
         except of a script, which need not load a checkpoint. MLflow's last value is then that of the later time.
         Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
-        of later attempts. `was_seen`, whether a step between this attempt's lowest and highest was sent, is expensive,
-        and called only if the steps of a key do not increase.
+        of later attempts.
+
+        Args:
+            once: whether an attempt sends one point of a step, the first one.
+            was_seen: returns whether a step between this attempt's lowest and highest was sent. It is expensive, and
+                called only if the steps of a key do not increase.
         """
         shipped = self.steps.setdefault(key, {})
         for other, (low, high) in shipped.items():
-            is_repeated = int(other) < attempt and step <= high and not self.newest_counts
-            if is_repeated or (int(other) > attempt and step >= low):
+            is_resumed = int(other) < attempt and step <= high and not self.newest_counts
+            if is_resumed or (int(other) > attempt and step >= low):
                 return False
         bounds = shipped.get(str(attempt))
         if bounds is None:
@@ -72,7 +76,7 @@ class SentPoints(Sent):
             bounds[1] = step
         elif step < bounds[0]:
             bounds[0] = step
-        else:
+        elif once:
             return step not in bounds and not was_seen()  # the lowest and the highest step were sent
         return True
 

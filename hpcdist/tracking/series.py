@@ -21,12 +21,15 @@ from hpcdist.tracking.sent_points import SentPoints, is_of_script
 
 #: In the folder of the journal.
 LAST_VALUES_FILE = "last-values.json"
+#: Rises when other points count: a file of an older hpcdist is then computed again.
+LAST_VALUES_RULE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptValues:
     """The content of LAST_VALUES_FILE."""
 
+    rule: int  #: LAST_VALUES_RULE
     sizes: dict[str, int]  #: journal file → bytes of which these are the last values
     values: dict[str, Any]  #: metric → step and value
 
@@ -63,11 +66,11 @@ def read_last_values(run: RunDir) -> dict[str, LastValue]:
     sizes = {path.name: retry(path.stat, path).st_size for path in files}
     path = run.journal / LAST_VALUES_FILE
     kept = _read_kept(path)
-    if kept is not None and kept.sizes == sizes:
+    if kept is not None and kept.rule == LAST_VALUES_RULE and kept.sizes == sizes:
         return {key: LastValue(*last) for key, last in kept.values.items()}
     values = _compute_last_values(run)
     with suppress(OSError):  # a full disk: the next reader computes them again
-        write_json(path, asdict(KeptValues(sizes=sizes, values=dict(values))))
+        write_json(path, asdict(KeptValues(rule=LAST_VALUES_RULE, sizes=sizes, values=dict(values))))
     return values
 
 
@@ -91,7 +94,7 @@ def _compute_last_values(run: RunDir) -> dict[str, LastValue]:
         if not is_read(point.key):
             continue
         known = last_values.get(point.key)
-        if known is None or point.step > known.step:
+        if known is None or point.step >= known.step:
             last_values[point.key] = LastValue(point.step, point.value)
     return last_values
 
@@ -106,7 +109,10 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
 
 
 def _points(run: RunDir) -> Iterator[Point]:
-    """Yield each step of a metric once; an attempt of a script counts up to the first step in a later one."""
+    """Yield the points that count, of several at one step the last one last.
+
+    An attempt of a script counts up to the first step in a later one.
+    """
     state = run.read_state()
     sent = SentPoints(newest_counts=is_of_script(run))
     tail = JournalTail(run.journal, sent)

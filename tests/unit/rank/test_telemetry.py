@@ -158,7 +158,7 @@ def test_number_of_metrics_is_limited(attempt: Attempt) -> None:
     loss: Any = np.float32(0.5)
     beat.note_logged({"loss": loss} | {f"key/{number}": float(number) for number in range(5000)}, None)
     beat.note_logged({"loss": np.float64(0.25), "late": 1.0}, 8)
-    for step in (8, 7):  # MLflow keeps the first value of a step, and shows that of the largest
+    for step in (8, 7):  # of a trainer, MLflow keeps the first value of a step, and shows that of the largest
         beat.note_logged({"loss": 0.125}, step)
     beat.close()
     found = read_json(attempt.beat(0))
@@ -167,6 +167,15 @@ def test_number_of_metrics_is_limited(attempt: Attempt) -> None:
     assert len(found["metrics"]) == telemetry.MAX_METRICS
     assert "late" not in found["metrics"]
     assert found["metric_steps"] == {"loss": 8}
+
+
+def test_beat_of_a_script_has_the_last_value_of_a_step(attempt: Attempt) -> None:
+    beat = Heartbeat(attempt, 0, 1, 60.0)
+    beat.last_value_counts = True
+    for step, loss in ((8, 0.5), (8, 0.25), (7, 0.125)):
+        beat.note_logged({"loss": loss}, step)
+    beat.close()
+    assert (read_json(attempt.beat(0)) or {})["metrics"] == {"loss": 0.25}
 
 
 # --- Flight records of a rank; the tests of hang diagnostics send the signal to real processes.

@@ -20,12 +20,12 @@ from hpcdist.run.mlflow_limits import clean_metric_name
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal_tail, point_budget
 from hpcdist.tracking.batches import PointBatches
-from hpcdist.tracking.journal import read_range
+from hpcdist.tracking.journal import READER_SUFFIX, JournalWriter, read_range
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.point_budget import PointBudget
 from hpcdist.tracking.sent_points import SentPoints
-from hpcdist.tracking.series import read_series, read_values
+from hpcdist.tracking.series import read_last_values, read_series, read_values
 from hpcdist.tracking.system_charts import charted
 
 
@@ -220,6 +220,36 @@ def test_newest_attempt_counts_for_a_script_without_resume(tmp_path: Path) -> No
     assert (len(losses), read_series(run)["loss"].num_points) == (10, 4), "MLflow has those of all attempts"
     (chart,) = metric_charts(read_series(run), {})[1]
     assert (">attempt 2<" in chart.figure, ">attempt 3<" in chart.figure, ">attempt 1<" in chart.figure) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_record_of_a_script_is_sent_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one at a step that was sent; the reader of its files repeats records after a kill."""
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(journal_tail, "BATCH_BYTES", 900)
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", 10**6)
+    run = make_run(tmp_path)
+    run.config.write_text("trainer: {script: [train.py]}\n")
+    store = Store(run, seed)
+    logged: dict[tuple[int, int], float] = {}
+    for time_ms in range(200):
+        step = time_ms % 7 + time_ms // 50
+        logged[time_ms, step] = store.random.random()
+        write_record(run, 1, 0, time_ms / 1000, step, {"loss": logged[time_ms, step]})
+        with JournalWriter(run.journal, 1, file_suffix=READER_SUFFIX) as reader:
+            for repeated in range(max(0, time_ms - 3), time_ms + 1):
+                reader.log({"read": repeated}, repeated, time_ms)
+        store.ship(over=False)
+    store.ship_rest()
+    losses = [point for point in store.received if point.key == "loss"]
+    assert {(point.time_ms, point.step): point.value for point in losses} == logged
+    assert len(losses) == len(logged)
+    read = [(point.step, point.value) for point in store.received if point.key == "read"]
+    assert sorted(read) == [(step, step) for step in range(200)]
+    assert read_values(run)["loss"] == {step: value for (_, step), value in logged.items()}
+    shown = read_series(run)["loss"]
+    assert shown.points == sorted(read_values(run)["loss"].items())
+    assert shown.last == read_last_values(run)["loss"].value == shown.points[-1][1]
 
 
 # --- The budgets of charts and points.

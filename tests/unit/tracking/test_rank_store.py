@@ -22,6 +22,7 @@ from hpcdist.tracking.journal import EventWriter, event_files, read_events
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
 from hpcdist.tracking.script_store import RankStore
+from hpcdist.tracking.series import read_last_values, read_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:mlflow")
 
@@ -146,6 +147,31 @@ def test_steps_that_a_restart_repeats_keep_their_first_value(scene: Scene, enter
     assert values == {1: 1.0, 2: 2.0, 3: 3.0, 4: 104.0}
     assert scene.entity.data.params["started"] == "1"
     assert scene.entity.data.tags["hpcdist.changed.started"] == "2"
+
+
+def test_last_of_a_scripts_values_at_one_step_counts(scene: Scene, enter: Enter) -> None:
+    scene.run.config.write_text("trainer: {script: [train.py]}\n")
+    falling = [float(value) for value in range(50, 0, -1)]  # many of them in one millisecond
+    client = enter()
+    run_id = run_id_of(scene.run)
+    for value in falling:
+        client.log_metric(run_id, "loss", value, step=7)
+    scene.state(attempt=1)
+    ship(scene)
+    history = scene.client.get_metric_history(scene.run_id, "loss")
+    assert sorted(it.value for it in history) == falling[::-1], "all arrive, as without hpcdist"
+    assert (scene.entity.data.metrics["loss"], read_last_values(scene.run)["loss"]) == (1.0, (7, 1.0))
+
+    client = enter(attempt=2)
+    for step, values in ((7, (3.0, 2.0)), (8, (9.0, 5.0))):  # a resume repeats step 7
+        for value in values:
+            client.log_metric(run_id, "loss", value, step=step)
+    scene.state(attempt=2)
+    ship(scene)
+    latest = scene.entity.data.metrics["loss"]
+    assert latest == client.get_run(run_id).data.metrics["loss"] == read_last_values(scene.run)["loss"].value == 5.0
+    assert read_values(scene.run)["loss"] == {7: 2.0, 8: 5.0}
+    assert len(scene.client.get_metric_history(scene.run_id, "loss")) == len(falling) + 4
 
 
 def test_points_without_a_step_are_numbered(scene: Scene, enter: Enter) -> None:
