@@ -10,7 +10,8 @@ from urllib.parse import quote
 from hpcdist.config.redaction import redact_text
 
 #: Characters that the showdown of MLflow 3.17, which removes unsafe HTML, accepts after a backslash.
-_SPECIAL = re.compile(r"[\\`*_{}\[\]()#+.!~=-]")
+#: Within a word, `_` and `-` have no meaning; MLflow's list of experiments shows the source, `eval_loss` included.
+_SPECIAL = re.compile(r"[\\`*{}\[\]()#+.!~=]|(?<![A-Za-z0-9])[_-]|[_-](?![A-Za-z0-9])")
 #: Characters of HTML, and those with a meaning in showdown that a backslash does not remove.
 _HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "$": "&#36;", "|": "&#124;"})
 

@@ -285,7 +285,7 @@ class JournalFile(NamedTuple):
 
 
 def is_of_reader(file_name: str) -> bool:
-    """Return whether a journal file is that of the reader of a script's files, which a killed reader repeats in part."""
+    """Return whether the reader of a script's files writes a journal file: a killed one appends records again."""
     return file_name.endswith(f"{READER_SUFFIX}.jsonl")
 
 

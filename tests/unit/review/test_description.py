@@ -307,7 +307,10 @@ def test_command_in_a_cause_is_code_in_the_table_of_attempts() -> None:
 
 def test_text_of_users_has_no_meaning_in_markdown() -> None:
     assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
-        "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
+        "a\\*b_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
+    )
+    assert escaped("eval_loss core-h _a_ b__c é_ü -- 1 - 2") == (
+        "eval_loss core-h \\_a\\_ b\\_\\_c é\\_ü \\-\\- 1 \\- 2"
     )
     assert with_code("use `a_b` <x> `y", 100) == "use `a_b` &lt;x&gt; \\`y"
     assert with_code("see `hpcdist status first`, or", 12) == "see `hpcdis`…", "cut in the code"
@@ -423,7 +426,7 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     ]
     many = replace(facts, cells=tuple(numbered))
     text = describe_sweep(many, cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
-    assert "Cost: 2 core\\-hours; `hpcdist cost tune` lists" in text
+    assert "Cost: 2 core-hours; `hpcdist cost tune` lists" in text
     assert len(text) <= 4000
     assert "| lr\\=499&nbsp;&nbsp;| 499&nbsp;&nbsp;| the best&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text
     assert text.endswith(" more")
