@@ -326,10 +326,11 @@ def _starts(series: Mapping[str, Series], facts: RunFacts | None) -> dict[float,
 
 
 def primary_chart(facts: RunFacts, series: Mapping[str, Series]) -> Chart | None:
-    """Return the curve of the monitored metric with the best checkpoint; None if nothing was logged."""
-    if facts.monitor not in series:
+    """Return the curve of the primary metric with the best checkpoint; None if nothing was logged."""
+    metric = facts.primary_metric
+    if metric not in series:
         return None
     dot = None
     if facts.best is not None:
         dot = (facts.best.step, facts.best_value), f"best checkpoint: {facts.best_at_step}"
-    return _chart(facts.monitor, [facts.monitor], series, facts, dot=dot)
+    return _chart(metric, [metric], series, facts, dot=dot)

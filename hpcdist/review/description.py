@@ -356,7 +356,7 @@ def fitted(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_ch
 
 
 def headline(facts: RunFacts, ledger: Ledger) -> str:
-    """Return the result of a run in one line, not escaped: best value, cost, interruptions.
+    """Return the result of a run in one line, not escaped: best or last value, cost, interruptions.
 
     Facts that a run does not have are left out; without any the line is empty.
     """
@@ -366,6 +366,8 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
         if facts.is_live:
             best += " so far"
         parts.append(best)
+    elif facts.logged is not None:
+        parts.append(facts.logged.text)
     if ledger.entries:
         parts.append(cost_of([ledger]))
     interruptions = _interruptions(facts)

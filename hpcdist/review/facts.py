@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from hpcdist.config.document import flat
 from hpcdist.config.record_schema import CheckpointConfig
@@ -20,7 +20,8 @@ from hpcdist.host.json_files import LARGEST, read_json
 from hpcdist.host.retry import retry
 from hpcdist.review.job_ends import cause_by_slurm
 from hpcdist.review.markdown import text_of
-from hpcdist.review.uncertainty import evaluated_on, num_evaluated, share_error, with_error
+from hpcdist.review.metric_series import LastValue, common_metric
+from hpcdist.review.uncertainty import LARGEST_VALUE, evaluated_on, num_evaluated, share_error, with_error
 from hpcdist.review.verdict import Measured
 from hpcdist.run import checkpoint_files, config_origin, run_parameters
 from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
@@ -317,6 +318,19 @@ class Progress:
         return self.seen + max(0, self.total_steps - self.step) / self.steps_per_s
 
 
+class LoggedResult(NamedTuple):
+    """The last value that a run has logged of a metric whose best direction is known."""
+
+    metric: str
+    mode: str  #: `max` or `min`
+    last: LastValue
+
+    @property
+    def text(self) -> str:
+        """The value and its step, as `last eval/loss 0.25 at step 138`."""
+        return f"last {self.metric} {self.last.value:.6g} at step {self.last.step:,}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Setup, result, attempts and progress of a run. Texts are those of the user, not escaped."""
@@ -370,6 +384,7 @@ class RunFacts:
     texts: tuple[Text, ...] = ()  #: the newest ones that the trainer has written, such as a sample of a language model
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
+    logged: LoggedResult | None = None  #: see `logged_result`
     script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
@@ -398,6 +413,13 @@ class RunFacts:
     def is_script(self) -> bool:
         """Whether the run trains with a script of the user instead of a trainer."""
         return bool(self.stored.config.trainer.script)
+
+    @property
+    def primary_metric(self) -> str:
+        """The metric of the result; empty if neither the config nor what the run has logged gives one."""
+        if self.logged is not None:
+            return self.logged.metric
+        return self.monitor
 
     @property
     def has_uploaded_best(self) -> bool:
@@ -634,3 +656,23 @@ def _text(value: Any) -> str:
 
 def _list_of_texts(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def logged_result(facts: RunFacts, read_last: Callable[[], Mapping[str, LastValue]]) -> LoggedResult | None:
+    """Return the result of a finished run without evaluated checkpoints, as of most scripts; None for other runs.
+
+    Only of a finished run, since another one may have ended anywhere, and of a metric whose best direction is known.
+
+    Args:
+        read_last: returns the last values of the run by metric; called only if they are needed.
+    """
+    if facts.best is not None or facts.state.status != "finished":
+        return None
+    last_values = read_last()
+    metric, mode = common_metric([last_values], facts.monitor, facts.monitor_mode)
+    if not mode:
+        return None
+    last = last_values[metric]
+    if not abs(last.value) <= LARGEST_VALUE:  # NaN included
+        return None
+    return LoggedResult(metric, mode, last)

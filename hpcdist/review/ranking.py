@@ -4,15 +4,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 from hpcdist.host.json_files import read_json
 from hpcdist.review.description import dataset_text
-from hpcdist.review.facts import RunFacts, read_facts, readable
+from hpcdist.review.facts import RunFacts, logged_result, read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.metric_series import LastValue, common_metric
-from hpcdist.review.uncertainty import LARGEST_VALUE, evaluated_on, mean_text, share_error, with_error
+from hpcdist.review.metric_series import LastValue
+from hpcdist.review.uncertainty import evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import Measured, Verdict, judge
 from hpcdist.run.config_origin import is_generated
 from hpcdist.run.folder import RunDir, State
@@ -103,19 +103,10 @@ def _data_of(metric: str, facts: RunFacts) -> str:
 
 
 def _with_last_value(result: Result, run: RunDir, facts: RunFacts, read_last: ReadLastValues) -> Result:
-    """Return the result of a run without evaluated checkpoints, as of most scripts: the last value that it has logged.
-
-    Only of a finished run, since another one may have ended anywhere, and of a metric whose best direction is known.
-    """
-    if facts.state.status != "finished":
+    logged = logged_result(facts, partial(read_last, run))
+    if logged is None:
         return result
-    last_values = read_last(run)
-    metric, mode = common_metric([last_values], facts.monitor, facts.monitor_mode)
-    if not mode:
-        return result
-    last = last_values[metric]
-    if not abs(last.value) <= LARGEST_VALUE:  # NaN included
-        return result
+    metric, mode, last = logged
     data = _data_of(metric, facts)
     return replace(result, metric=metric, mode=mode, value=last.value, is_last=True, data=data, step=last.step)
 

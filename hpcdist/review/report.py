@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -16,7 +17,7 @@ from hpcdist.errors import HpcdistError, duration
 from hpcdist.host.files import read_regular, write_atomic
 from hpcdist.review import charts, description, svg
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
-from hpcdist.review.facts import flat_texts, read_environment, read_facts, readable
+from hpcdist.review.facts import flat_texts, logged_result, read_environment, read_facts, readable
 from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, together
 from hpcdist.review.markdown import text_of
 from hpcdist.review.metric_series import Series
@@ -81,7 +82,7 @@ def write_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> bo
         spent = ledgers_of(run.cells())
         text = render_sweep(run, facts, spent, charts_of(run, facts, spent, read))
     else:
-        text = render_report(run, read)
+        text = render_report(run, read, read_last)
     try:
         content = text.encode()
         if read_regular(run.report, len(content)) == content:
@@ -146,7 +147,7 @@ def as_image(chart: charts.Chart) -> str:
     return f'{head} xmlns="http://www.w3.org/2000/svg">{background}{content}'
 
 
-def render_report(run: RunDir, read: ReadSeries) -> str:
+def render_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> str:
     """Return the report of a run as HTML. It leaves out parts with damaged files, and names the problems."""
     problems: list[str] = []
 
@@ -162,9 +163,14 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         problems.append(text_of(stored.problem))
     declared = stored.trainer.charts if stored.trainer else {}
     facts = part(read_facts)
+    primary = stored.config.checkpoint.monitor
+    if facts is not None:
+        without_result = facts
+        logged = part(lambda run: logged_result(without_result, partial(read_last, run)))
+        facts = replace(facts, logged=logged)
+        primary = facts.primary_metric
     series = part(read) or {}
-    monitor = stored.config.checkpoint.monitor
-    trainer_charts, other_charts = charts.metric_charts(series, declared, monitor, facts)
+    trainer_charts, other_charts = charts.metric_charts(series, declared, primary, facts)
     figures, figure_problems = read_figures(run.artifacts)
     content: dict[str, Any] = {
         "run": run,

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.review.description import describe
-from hpcdist.review.facts import RunFacts, interruptions, lost_text, read_facts
+from hpcdist.review.facts import RunFacts, interruptions, logged_result, lost_text, read_facts
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.review.metric_series import median_speeds
 from hpcdist.run.figures import read_texts
@@ -20,7 +21,7 @@ from hpcdist.run.mlflow_limits import MAX_TAG, clean_metric_name
 from hpcdist.run.training_record import DatasetRecord
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.series import read_last_values, read_series
 
 if TYPE_CHECKING:
     from hpcdist.review.explain import Finding
@@ -68,7 +69,9 @@ class RunPage:
         with as_tracking_error():
             facts = replace(read_facts(self._run, state), texts=read_texts(self._run.artifacts))
             if state.status in ENDED:  # a long journal takes seconds
-                facts = replace(facts, speeds=median_speeds(read_series(self._run)))
+                speeds = median_speeds(read_series(self._run))
+                logged = logged_result(facts, partial(read_last_values, self._run))
+                facts = replace(facts, speeds=speeds, logged=logged)
             ledger = read_ledger(self._run)
             finding = _cause(self._run, state)
             text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION)

@@ -45,7 +45,7 @@ class Elements(HTMLParser):
 
 
 def page_of(scene: ReportScene) -> str:
-    return render_report(scene.run, read_series)
+    return render_report(scene.run, read_series, read_last_values)
 
 
 @pytest.fixture
@@ -156,14 +156,14 @@ def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> Non
     (full.run.artifacts / "figures" / "curve.json").write_text("[1]")
     series = {"train/loss": Series()}
     series["train/loss"].add(1, 0.5)
-    text = Elements(render_report(full.run, lambda run: series)).text
+    text = Elements(render_report(full.run, lambda run: series, read_last_values)).text
     assert "state.json is damaged" in text
     assert "config.yaml: must hold keys and values" in text
     assert "figures/text.json is not a figure" in text
     assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram, text" in text
     assert "train/loss" in text
     full.run.config.write_text("trainer: [ddp]")
-    assert "train/loss" in Elements(render_report(full.run, lambda run: series)).text
+    assert "train/loss" in Elements(render_report(full.run, lambda run: series, read_last_values)).text
 
 
 def test_primary_metric_comes_first(scene: ReportScene) -> None:

@@ -15,7 +15,7 @@ from hpcdist.cli.ranked_runs import as_data, rank_runs
 from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.host.json_files import write_json
 from hpcdist.review.ledger import ledgers_of
-from hpcdist.review.report import charts_of, render_sweep
+from hpcdist.review.report import charts_of, render_report, render_sweep
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lookup import find_runs
@@ -87,6 +87,11 @@ def test_last_value_counts_as_if_it_were_logged(scene: Scene, write: Write) -> N
     assert scene.entity.data.metrics[metric] == 1.5
     assert f"Best {metric}: 1.5, " in scene.experiment.tags[NOTE_TAG].replace("\\", "")
     assert scene.steps(metric) == [0, 20, 20, 40, 40], "each attempt once"
+    assert scene.entity.data.tags[NOTE_TAG].startswith(f"**last {metric} 1\\.5 at step 40** · ")
+    report = render_report(scene.run, read_series, read_last_values)
+    assert f"<p><b>last {metric} 1.5 at step 40 · " in report
+    assert report.index(f"<h3>{metric}</h3>") < report.index("<h2>Run</h2>"), "the curve comes first"
+    assert report.count(f"<h3>{metric}</h3>") == 1
 
 
 def test_script_that_ended_early_or_diverged_has_no_result(scene: Scene) -> None:
