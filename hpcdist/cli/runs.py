@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -16,6 +17,7 @@ from hpcdist.host.log_files import say
 from hpcdist.host.ownership import is_mine, require_mine
 
 if TYPE_CHECKING:
+    from hpcdist.run.folder import RunDir
     from hpcdist.run.rank_requests import LiveCommand
     from hpcdist.run.sweeps import SweepDir
 
@@ -32,6 +34,10 @@ def runs(
         option("--sort", "COLUMN", "created: all runs, the newest last; best: results of ended runs, the best first."),
     ] = "created",
     as_json: options.Json = False,
+    html: Annotated[
+        Path | None,
+        option("--html", "FILE", "Write a page on the runs of the last 4 weeks instead: hours by user and cause."),
+    ] = None,
 ) -> None:
     """List runs with their best value of checkpoint.monitor, cost, start and duration, the newest last.
 
@@ -41,6 +47,7 @@ def runs(
     Examples:
         hpcdist runs
         hpcdist runs --experiment digits --sort best
+        hpcdist runs --html usage.html
     """
     from hpcdist.cli.ranked_runs import as_data, rank_runs, show_rankings
     from hpcdist.cli.run_views import read_rows, show_runs
@@ -49,6 +56,11 @@ def runs(
     folder = options.runs_dir()
     all_runs, note = list_runs(folder)
     notes_on_all = [note] if note else []
+    if html is not None:
+        if as_json or sort != "created":
+            raise UserMistake(f"--html {html} writes a page instead of a list: leave out --json and --sort")
+        _write_page(html, [run for run in all_runs if experiment in (None, run.experiment)])
+        return
     if sort == "best":
         ranked, notes = rank_runs(all_runs, experiment)
         notes += notes_on_all
@@ -63,6 +75,15 @@ def runs(
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:
         show_runs(console(), rows, notes, folder)
+
+
+def _write_page(path: Path, runs: Sequence["RunDir"]) -> None:
+    """Write the page on all runs, and print its path."""
+    from hpcdist.host.files import write_atomic
+    from hpcdist.review.fleet import render_fleet
+
+    write_atomic(path.expanduser(), render_fleet(runs, time.time()))
+    say(str(path))
 
 
 @app.command()

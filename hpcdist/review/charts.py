@@ -11,8 +11,8 @@ from markupsafe import Markup
 
 from hpcdist.errors import duration
 from hpcdist.review.facts import RunFacts
-from hpcdist.review.ledger import Interval, Ledger
-from hpcdist.review.markdown import text_of
+from hpcdist.review.ledger import Interval, Ledger, hours_text
+from hpcdist.review.markdown import one_line, text_of
 from hpcdist.review.metric_series import Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.svg import (
     BOTTOM,
@@ -136,6 +136,8 @@ _ROW_LEFT = 110
 #: Height of a row of the timeline, and of the bars in it.
 _ROW_HEIGHT = 22
 _BAR_HEIGHT = 16
+#: Characters that fit left of a bar.
+_MAX_ROW_NAME = 17
 #: Units of the time axis: name, seconds, and the duration above which it is used, so that ticks have few digits.
 _TIME_UNITS = (("hours", 3600.0, 7200.0), ("minutes", 60.0, 180.0), ("seconds", 1.0, -math.inf))
 
@@ -171,6 +173,22 @@ def timeline(ledger: Ledger) -> Markup:
             title = f"{interval.cause}: {duration(spent_s)}"
             parts.append(rect(f"var(--{interval.cause})", title, left, top, width, _BAR_HEIGHT))
     return svg(bottom + 34, parts, label)
+
+
+def usage_bars(ledgers: Mapping[str, Ledger]) -> Markup:
+    """Return a bar for each name with its allocated time by cause, in the colours of the causes."""
+    longest_s = max(ledger.allocated_s for ledger in ledgers.values())
+    scale = (RIGHT - _ROW_LEFT) / longest_s
+    parts = []
+    for index, (name, ledger) in enumerate(ledgers.items()):
+        top = index * _ROW_HEIGHT + 4
+        parts.append(text_at("row", one_line(name, _MAX_ROW_NAME), 0, top + 12))
+        left = float(_ROW_LEFT)
+        for cause, seconds in ledger.seconds.items():
+            title = f"{cause}: {hours_text(seconds)} {ledger.unit}-hours"
+            parts.append(rect(f"var(--{cause})", title, left, top, seconds * scale, _BAR_HEIGHT))
+            left += seconds * scale
+    return svg(_ROW_HEIGHT * len(ledgers) + 4, parts, "allocated time by cause")
 
 
 def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:

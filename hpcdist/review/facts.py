@@ -114,6 +114,7 @@ class AttemptFacts:
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
     failure: str = ""  #: kind of the first failure, see `Failure`; empty if the attempt did not fail
+    failed_node: str = ""  #: of the rank that failed first, or of a killed supervisor; empty without a failure
     traceback: tuple[str, ...] = ()  #: lines at its end, see `end_of_traceback`
 
     @property
@@ -206,6 +207,9 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     elif status != "running" and last_step is not None and resumed_at is not None:
         steps_lost = lost_steps(last_step, resumed_at)
     failure = _read(attempt.failure)
+    failed_node = _text(failure.get("host"))
+    if cause == UNRECORDED and times.nodes:
+        failed_node = next(iter(times.nodes))  # the supervisor runs on the first one
     training_began = None
     first_step = None
     if training is not None:
@@ -225,6 +229,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         last_step=last_step,
         steps_lost=steps_lost,
         failure=_text(failure.get("kind")),
+        failed_node=failed_node,
         traceback=end_of_traceback(map(str, failure.get("traceback") or ())),
     )
 

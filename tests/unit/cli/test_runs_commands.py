@@ -35,6 +35,18 @@ pytestmark = pytest.mark.processes
 # --- `hpcdist runs`, `status`, `logs`, `follow` and `explain`
 
 
+def test_runs_writes_a_page_on_the_last_weeks(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
+    make("first", status="finished", attempt=1)
+    result = hpcdist("runs", "--html", "usage.html")
+    assert (result.code, result.out) == (0, "usage.html\n")
+    assert "<h1>Runs of 4 weeks</h1>" in (tmp_path / "usage.html").read_text()
+    for option in ("--json", "--sort=best"):
+        refused = hpcdist("runs", "--html", "other.html", option)
+        assert refused.code == 2
+        assert "--html other.html writes a page instead of a list: leave out --json and --sort" in one_line(refused)
+    assert not (tmp_path / "other.html").exists()
+
+
 def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Make) -> None:
     run = make("first", status="finished", attempt=2)
     for attempt, rank in ((1, 0), (2, 0), (2, 1)):
