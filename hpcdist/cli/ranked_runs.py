@@ -11,7 +11,7 @@ from rich.markup import escape
 from hpcdist.cli.options import wrapped
 from hpcdist.cli.tables import print_table, print_without_lines
 from hpcdist.errors import RunFolderError, plural
-from hpcdist.review.ranking import Placed, Ranking, Result, Row, measure_in, rankings, read_result
+from hpcdist.review.ranking import Placed, RankedRow, Ranking, Result, measure_in, rankings, read_result
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.folder import ENDED, RunDir
@@ -79,7 +79,7 @@ def _row_data(ranking: Ranking, placed: Placed) -> dict[str, Any]:
     }
 
 
-def _name(row: Row) -> str:
+def _name(row: RankedRow) -> str:
     experiment = Path(row.best.folder).parent.name
     return f"{experiment}/{row.best.name}"
 

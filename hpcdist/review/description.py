@@ -11,7 +11,7 @@ from urllib.parse import quote
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import duration, few, plural
 from hpcdist.review import markdown
-from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts, lost_text
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, LiveProgress, RunFacts, lost_text
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.markdown import (
     PATCH,
@@ -519,7 +519,7 @@ def _block(text: str, language: str) -> str:
     return f"```{language}\n{text}\n```"
 
 
-def _progress(facts: RunFacts, progress: Progress, now: float) -> str:
+def _progress(facts: RunFacts, progress: LiveProgress, now: float) -> str:
     age_s = max(0.0, now - progress.seen)
     is_silent = age_s >= _SILENT_S
     step = f"step {progress.step:,}"

@@ -306,7 +306,7 @@ RankPython = Literal["", "container", "environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class LiveProgress:
     """Progress of a live run. Times are seconds since the epoch."""
 
     step: int
@@ -393,7 +393,7 @@ class RunFacts:
     script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
-    progress: Progress | None = None  #: None unless the run is live
+    progress: LiveProgress | None = None  #: None unless the run is live
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -599,7 +599,7 @@ def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
     return _texts({name: record.get(name) for name in ("python", "torch", "cuda", "driver", "hpcdist")})
 
 
-def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | None:
+def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> LiveProgress | None:
     if not attempts:
         return None
     current = attempts[-1]
@@ -610,7 +610,7 @@ def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | Non
     steps_per_s = None
     if current.first_step is not None and beat["step"] > current.first_step and elapsed_s > 0:
         steps_per_s = (beat["step"] - current.first_step) / elapsed_s
-    return Progress(
+    return LiveProgress(
         step=beat["step"],
         total_steps=beat.get("total_steps"),
         seen=beat["time"],

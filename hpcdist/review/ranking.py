@@ -112,7 +112,7 @@ def _with_last_value(result: Result, run: RunDir, facts: RunFacts, read_last: Re
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RankedRow:
     """A run, or a setting of a sweep with all its seeds: the best row is a setting, never a seed."""
 
     results: tuple[Result, ...]  #: the best one first
@@ -170,7 +170,7 @@ class Row:
 
 
 #: Returns the values of a row, with the per-sample results of a single run whose folder is at hand.
-Measure = Callable[[Row], Measured]
+Measure = Callable[[RankedRow], Measured]
 
 
 def measure_in(folder_of: Callable[[Result], RunDir | None]) -> Measure:
@@ -181,7 +181,7 @@ def measure_in(folder_of: Callable[[Result], RunDir | None]) -> Measure:
     """
 
     @cache
-    def measure(row: Row) -> Measured:
+    def measure(row: RankedRow) -> Measured:
         if row.best.setting:
             return row.measured
         run = folder_of(row.best)
@@ -197,7 +197,7 @@ def measure_in(folder_of: Callable[[Result], RunDir | None]) -> Measure:
     return measure
 
 
-def make_rows(results: Iterable[Result]) -> list[Row]:
+def make_rows(results: Iterable[Result]) -> list[RankedRow]:
     """Return the runs and settings, the best of each kind first; the kind with most rows comes first.
 
     The order depends on the results alone, so that all processes write the same table.
@@ -211,7 +211,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     for group in groups.values():
         group.sort(key=lambda result: (result.sort_value, result.ended, result.run_id))
         measured = Measured(values=tuple(result.value for result in group), mode=group[0].mode)
-        rows.append(Row(results=tuple(group), measured=measured))
+        rows.append(RankedRow(results=tuple(group), measured=measured))
     counts = Counter(row.best.kind for row in rows)
     return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
 
@@ -221,7 +221,7 @@ class Placed:
     """A row with its place among comparable rows."""
 
     place: int  #: equal values share a place
-    row: Row
+    row: RankedRow
     verdict: Verdict | None  #: against the best row; None for the best row itself
 
     @property
@@ -236,7 +236,7 @@ class Placed:
 class Ranking:
     """Comparable rows, the best one first."""
 
-    rows: Sequence[Row]
+    rows: Sequence[RankedRow]
     measure: Measure = field(compare=False)
 
     @property

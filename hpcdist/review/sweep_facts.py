@@ -14,7 +14,7 @@ from hpcdist.review.description import fitted, setup_rows, setup_table, state_at
 from hpcdist.review.facts import best_checkpoint, read_checkpoints, read_facts, readable
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
 from hpcdist.review.metric_series import LastValue, common_metric
-from hpcdist.review.ranking import Measure, Ranking, ReadLastValues, Result, Row, make_rows, measure_in
+from hpcdist.review.ranking import Measure, RankedRow, Ranking, ReadLastValues, Result, make_rows, measure_in
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.review.verdict import Measured, Verdict
 from hpcdist.run.folder import RunDir, State
@@ -88,7 +88,7 @@ class SweepFacts:
             return None
         return cell.metric
 
-    def _measure(self, row: Row) -> Measured:
+    def _measure(self, row: RankedRow) -> Measured:
         """Return the values of a row; those of a cell with its per-sample results."""
         measured = self._read(row)
         if measured.data is None and not _DATA_KEYS.isdisjoint(self.keys):  # each setting has data of its own
@@ -110,7 +110,7 @@ class SweepFacts:
         return REPETITION in self.keys
 
     @property
-    def settings(self) -> Sequence[Row]:
+    def settings(self) -> Sequence[RankedRow]:
         """The rows of `ranking` of a sweep over seeds; empty without seeds."""
         if not self.has_seeds:
             return ()
@@ -124,7 +124,7 @@ class SweepFacts:
         return [name for name in names if name not in ranked]
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> RankedRow | None:
         """The best setting, without seeds the best cell; None if it is unknown."""
         if not self.monitor_mode or not self.ranking.rows:
             return None
@@ -305,7 +305,7 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as
     yield _table(facts, num_kept)
 
 
-def _best_line(facts: SweepFacts, best: Row) -> str:
+def _best_line(facts: SweepFacts, best: RankedRow) -> str:
     kind = "setting" if facts.has_seeds else "cell"
     page = next((cell.page for cell in facts.cells if cell.label == best.best.name), "")
     direction = "lowest" if facts.monitor_mode == "min" else "highest"

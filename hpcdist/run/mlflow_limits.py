@@ -72,7 +72,7 @@ def clean_metric_name(name: str) -> str:
     return clean_name(name)
 
 
-def shortened(text: str, limit: int) -> str:
+def cut_with_mark(text: str, limit: int) -> str:
     """Return a text of at most `limit` characters; one that is cut ends with the number of its characters."""
     if len(text) <= limit:
         return text

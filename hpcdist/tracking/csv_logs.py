@@ -22,14 +22,16 @@ class NotALog(ValueError):
     """A csv file holds a table, but no log."""
 
 
-class Row(NamedTuple):
+class LogRow(NamedTuple):
     """The numbers of a row, and its step: that of its column, else the number of the row, from 0."""
 
     step: int
     metrics: dict[str, float]
 
 
-def read_rows(path: Path, done: int, *, start: int = 0, end: int | None = None, final: bool) -> tuple[list[Row], int]:
+def read_rows(
+    path: Path, done: int, *, start: int = 0, end: int | None = None, final: bool
+) -> tuple[list[LogRow], int]:
     """Return the new rows of a log, and the number of rows in it.
 
     Loggers append rows, or write the whole file again, also with more columns. A file with fewer rows than before is a
@@ -75,7 +77,7 @@ def _table(data: bytes, *, final: bool) -> list[list[str]]:
         raise ValueError(str(error)) from error
 
 
-def _row(header: list[str], cells: list[str], step_column: int | None, number: int) -> Row:
+def _row(header: list[str], cells: list[str], step_column: int | None, number: int) -> LogRow:
     values: dict[str, float] = {}
     step = number
     for column, (name, cell) in enumerate(zip(header, cells, strict=False)):
@@ -86,7 +88,7 @@ def _row(header: list[str], cells: list[str], step_column: int | None, number: i
             values[name] = value
         elif value.is_integer() and abs(value) < _MAX_STEP:  # neither NaN nor infinite
             step = int(value)
-    return Row(step, values)
+    return LogRow(step, values)
 
 
 def _number(cell: str) -> float | None:

@@ -17,7 +17,7 @@ from hpcdist.host.json_files import fill, parse_json, read_json
 from hpcdist.review.facts import readable
 from hpcdist.review.ledger import cost_of
 from hpcdist.review.markdown import clock, escaped, link, one_line, run_page, table, with_code
-from hpcdist.review.ranking import Measure, Placed, Ranking, Result, Row, measure_in, rankings, read_result
+from hpcdist.review.ranking import Measure, Placed, RankedRow, Ranking, Result, measure_in, rankings, read_result
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.folder import RunDir, State
@@ -173,7 +173,7 @@ def _cells(placed: Placed, experiment_id: str) -> list[str]:
     return [str(placed.place), name, row.value_text, placed.verdict_text, row.steps_text, row.state, row.cost, report]
 
 
-def _run_id(row: Row) -> str:
+def _run_id(row: RankedRow) -> str:
     """Return the MLflow run that stands for a row: the sweep of a setting, otherwise the run itself."""
     return row.best.parent if row.best.setting else row.best.run_id
 

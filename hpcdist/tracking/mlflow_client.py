@@ -25,7 +25,7 @@ from hpcdist.host.locks import long_lock
 from hpcdist.host.ownership import make_private, require_private
 from hpcdist.run.attempt_times import began_of
 from hpcdist.run.folder import RunDir, make_database, own_place, read_record
-from hpcdist.run.mlflow_limits import MAX_PARAM, MAX_TAG, clean_name, shortened
+from hpcdist.run.mlflow_limits import MAX_PARAM, MAX_TAG, clean_name, cut_with_mark
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.uri import VARIABLES, credentials_file, is_server, read_credentials, sqlite_path, version_in
 
@@ -455,7 +455,7 @@ class MlflowRun:
         if len(text) > limit and key not in self._reported_cuts:
             self._reported_cuts.add(key)
             log.warning("%s %s has %d characters and is cut to %d, the limit of MLflow", kind, key, len(text), limit)
-        return shortened(text, limit)
+        return cut_with_mark(text, limit)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags; long values are cut, with a warning."""

@@ -164,7 +164,7 @@ class RankRecords:
 
     def _shortened(self, kind: str, key: str, value: str, limit: int) -> str:
         """Return a value as MLflow can store it, with a warning if it is too long."""
-        shortened = mlflow_limits.shortened(value, limit)
+        shortened = mlflow_limits.cut_with_mark(value, limit)
         if shortened != value:
             self._warn_once(
                 f"{kind} {key[:80]} has {len(value)} characters and is cut to {limit}, the limit of MLflow: log longer"

@@ -18,7 +18,7 @@ from hpcdist.errors import duration
 from hpcdist.review.comparison import compare_settings
 from hpcdist.review.description import attempt_rows, describe, setup_rows, wrapped
 from hpcdist.review.explain import Finding
-from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, LiveProgress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.markdown import Markdown, escaped, table, with_code
 from hpcdist.review.sweep_facts import CellFacts, SweepFacts, describe_sweep
@@ -61,7 +61,7 @@ FACTS = RunFacts(
     checkpoints=(BEST,),
     best=BEST,
     attempts=(FIRST, SECOND),
-    progress=Progress(step=200, total_steps=400, seen=2300.0, steps_per_s=0.5, time_limit=5900.0),
+    progress=LiveProgress(step=200, total_steps=400, seen=2300.0, steps_per_s=0.5, time_limit=5900.0),
 )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.tracking import csv_logs
-from hpcdist.tracking.csv_logs import NotALog, Row, read_rows
+from hpcdist.tracking.csv_logs import LogRow, NotALog, read_rows
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def test_rows_of_a_growing_file_are_read_once(file: Path) -> None:
     """As timm writes it; the last line is incomplete."""
     file.write_text("epoch,train_loss,eval_top1\r\n0,2.5,10.0\r\n1,1.5,20.")
     rows, done = read_rows(file, -1, final=False)
-    assert (rows, done) == ([Row(0, {"train_loss": 2.5, "eval_top1": 10.0})], 1)
+    assert (rows, done) == ([LogRow(0, {"train_loss": 2.5, "eval_top1": 10.0})], 1)
     file.write_text("epoch,train_loss,eval_top1\r\n0,2.5,10.0\r\n1,1.5,20.5\r\n2,1.0,30")
     rows, done = read_rows(file, done, final=False)
-    assert (rows, done) == ([Row(1, {"train_loss": 1.5, "eval_top1": 20.5})], 2)
-    assert read_rows(file, done, final=True) == ([Row(2, {"train_loss": 1.0, "eval_top1": 30.0})], 3)
+    assert (rows, done) == ([LogRow(1, {"train_loss": 1.5, "eval_top1": 20.5})], 2)
+    assert read_rows(file, done, final=True) == ([LogRow(2, {"train_loss": 1.0, "eval_top1": 30.0})], 3)
 
 
 def test_file_that_is_written_again_with_more_columns(file: Path) -> None:
@@ -29,22 +29,22 @@ def test_file_that_is_written_again_with_more_columns(file: Path) -> None:
     file.write_text("epoch,step,loss\n0,9,0.5\n")
     _, done = read_rows(file, -1, final=False)
     file.write_text("epoch,step,loss,val_loss\n0,9,0.5,\n0,19,,0.25\n")
-    assert read_rows(file, done, final=False) == ([Row(19, {"epoch": 0.0, "val_loss": 0.25})], 2)
+    assert read_rows(file, done, final=False) == ([LogRow(19, {"epoch": 0.0, "val_loss": 0.25})], 2)
     file.write_text("epoch,step,loss\n0,1,0.1\n")  # a new log
-    assert read_rows(file, 2, final=False) == ([Row(1, {"epoch": 0.0, "loss": 0.1})], 1)
+    assert read_rows(file, 2, final=False) == ([LogRow(1, {"epoch": 0.0, "loss": 0.1})], 1)
 
 
 def test_rows_before_the_script_appended_are_left_out(file: Path) -> None:
     before = "epoch,loss\n0,2.0\n1,1.0\n"
     file.write_text(f"{before}2,0.5\n")
-    assert read_rows(file, -1, start=len(before), final=False) == ([Row(2, {"loss": 0.5})], 3)
+    assert read_rows(file, -1, start=len(before), final=False) == ([LogRow(2, {"loss": 0.5})], 3)
     assert read_rows(file, -1, end=len(before), final=False)[1] == 2
 
 
 def test_rows_without_a_column_of_steps_are_numbered(file: Path) -> None:
     log = file.with_name("train_log.csv")
     log.write_text("Name,Loss,note\na,0.5,first\nb,nan?,\n")
-    assert read_rows(log, -1, final=False) == ([Row(0, {"Loss": 0.5}), Row(1, {})], 2)
+    assert read_rows(log, -1, final=False) == ([LogRow(0, {"Loss": 0.5}), LogRow(1, {})], 2)
     log.write_text("Step,loss\n1e3,0.5\n0.5,0.25\n")
     assert [row.step for row in read_rows(log, -1, final=False)[0]] == [1000, 1]
 
