@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.data.datasets import SimpleCNN
-from hpcdist.rank.micro_batches import Division, micro_batches, sum_over_ranks
+from hpcdist.rank.micro_batches import BatchDivision, micro_batches, sum_over_ranks
 
 CONTENDERS = ("DDP", "elastic", "elastic, exact")
 #: Samples per rank by model.
@@ -64,7 +64,7 @@ def contender(kind: str, name: str, rank: int, world_size: int) -> Callable[[int
         F.cross_entropy(model(images[begin : begin + size]), labels[begin : begin + size]).backward()
         update()
 
-    division = Division(
+    division = BatchDivision(
         num_samples=len(labels),
         global_batch_size=size * world_size,
         num_micro_batches=world_size,

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from hpcdist.config.schema import Config
 from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import ConfigError
-from hpcdist.rank.micro_batches import Division, MicroBatch, MicroBatchLoader, SavedDivision, divide, micro_batches
+from hpcdist.rank.micro_batches import BatchDivision, MicroBatch, MicroBatchLoader, SavedDivision, divide, micro_batches
 
 
 class Elastic:
@@ -32,7 +32,7 @@ class Elastic:
         self._rank = rank
         self._world_size = world_size
         self._fitted = fitted
-        self._divisions: dict[int, Division] = {}
+        self._divisions: dict[int, BatchDivision] = {}
         self._saved: SavedDivision | None = None  #: which a checkpoint holds, once known
 
     @property
@@ -53,7 +53,7 @@ class Elastic:
             return {}
         return asdict(self._saved)
 
-    def division(self, num_samples: int) -> Division:
+    def division(self, num_samples: int) -> BatchDivision:
         """Return the division of a training set of `num_samples` for `data.global_batch_size`.
 
         Its `steps_per_epoch` is the number of optimizer steps in an epoch. Raises ConfigError if the run is not

@@ -24,7 +24,7 @@ from hpcdist.rank.process_group import seed_everything
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class BatchDivision:
     """Which samples belong to which micro-batch, and which micro-batches to this rank.
 
     The order of the samples is a function of (seed, epoch), and their division one of the global batch and the number
@@ -158,7 +158,7 @@ def divide(
     world_size: int,
     saved: SavedDivision | None = None,
     fitted: int | None = None,
-) -> Division:
+) -> BatchDivision:
     """Return the division of a training set.
 
     The number of micro-batches is that of the config, else that of `saved`, else the largest number of ranks that the
@@ -184,7 +184,7 @@ def divide(
         )
     if problems:
         raise ConfigError(*problems)
-    return Division(
+    return BatchDivision(
         num_samples=num_samples,
         global_batch_size=batch_size,
         num_micro_batches=number,
@@ -350,7 +350,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    division: Division, model: DistributedDataParallel, step: int, *, exact: bool
+    division: BatchDivision, model: DistributedDataParallel, step: int, *, exact: bool
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of a step; see `Elastic.micro_batches`."""
     epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
@@ -426,7 +426,7 @@ class MicroBatchLoader:
     """Reads the samples of this rank's micro-batches; `Elastic.loader` creates it."""
 
     def __init__(
-        self, dataset: Dataset[Any], division: Callable[[], Division], options: dict[str, Any], *, exact: bool
+        self, dataset: Dataset[Any], division: Callable[[], BatchDivision], options: dict[str, Any], *, exact: bool
     ) -> None:
         self._dataset = dataset
         self._division = division  # a checkpoint that is restored later may determine it
@@ -453,7 +453,7 @@ class MicroBatchLoader:
             yield micro, batch
 
 
-def _samples_from(division: Division, step: int) -> Iterator[list[tuple[int, int]]]:
+def _samples_from(division: BatchDivision, step: int) -> Iterator[list[tuple[int, int]]]:
     """Yield epoch and index of each sample of this rank's micro-batches, from a step on and without end."""
     first_epoch, first_step = divmod(step, division.steps_per_epoch)
     for epoch in itertools.count(first_epoch):

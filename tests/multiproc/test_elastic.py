@@ -25,7 +25,7 @@ from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
 from hpcdist.rank.context import close
-from hpcdist.rank.micro_batches import Division, TreeSum, micro_batches, sum_of_tree, sum_over_ranks
+from hpcdist.rank.micro_batches import BatchDivision, TreeSum, micro_batches, sum_of_tree, sum_over_ranks
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
@@ -103,7 +103,7 @@ def assert_sums_are_those_of_one_rank(here: Rank) -> None:
 def assert_gradients_of_a_model_without_buffers(here: Rank) -> None:
     """Compare them with those of the whole global batch, also in a step in which only one micro-batch has samples."""
     x = torch.randn(18, 3, generator=torch.Generator().manual_seed(0))
-    division = Division(
+    division = BatchDivision(
         num_samples=18, global_batch_size=16, num_micro_batches=8, seed=0, rank=here.rank, world_size=here.world_size
     )
     for exact in (True, False):

@@ -30,7 +30,7 @@ from hpcdist.rank.training_loop import fill_rows
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches
-from hpcdist.trainers.hybrid.tables import INIT_SCALE, Layout, TableShard, choose
+from hpcdist.trainers.hybrid.tables import INIT_SCALE, TableLayout, TableShard, choose
 from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
@@ -165,7 +165,7 @@ def test_training_equals_one_process_on_the_joint_batch(
         log = {"file": str(write_log(tmp_path, tables)), "numeric_columns": ["a", "b"]}
     cfg = config(num_servers=num_servers, table_optimizer=optimizer, tables=tables, **log)
     clicks, _ = load_clicks(cfg.section(HybridConfig), cfg.seed, shares=range(1), num_shares=NUM_TRAINERS)
-    layout = Layout(dict(tables), 4, num_servers)
+    layout = TableLayout(dict(tables), 4, num_servers)
     placed = clicks.placed(layout.place)
     first_two = [placed.take(batch).bags for batch in islice(batches(len(clicks), 16, seed=cfg.seed, epoch=0), 2)]
     assert choose(first_two, layout.starts, NUM_TRAINERS) == (pool_at_server, ahead)

@@ -23,7 +23,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn import train as rnn
-from hpcdist.trainers.rnn.token_stream import Columns, Corpus, load_corpus
+from hpcdist.trainers.rnn.token_stream import Columns, TextTokens, load_corpus
 from hpcdist.trainers.rnn.train import LanguageModel, initial_rows
 
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
@@ -90,7 +90,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
     return model.state_dict(), perplexity(model, held_out), losses
 
 
-def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
+def whole_model(cfg: Config, corpus: TextTokens) -> LanguageModel:
     model = LanguageModel(replace(cfg.section(RnnConfig), dropout=0.0), corpus.vocab_size)
     for table in ("encoder", "decoder"):
         weight = model.get_parameter(f"{table}.weight")

@@ -1,7 +1,7 @@
 """Embedding tables on parameter servers: layout, rows of a server, and the exchange of rows with the trainers.
 
 A server holds its rows of all tables in one matrix, so that several tables need one lookup and one update. Global rows
-(`Layout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
+(`TableLayout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
 """
 
 import threading
@@ -38,7 +38,7 @@ UPDATE_ROWS = 2048
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """Shards of the tables. Server s of n has rows `R × s // n` to `R × (s + 1) // n` of a table of R rows."""
 
     tables: Mapping[str, int]  #: number of rows by name
@@ -176,7 +176,7 @@ def sums_of(bags: Bags, values: Tensor) -> Tensor:
 class TableShard:
     """One server's rows of all tables, [rows, dim], with their optimizer."""
 
-    def __init__(self, layout: Layout, server: int, cfg: HybridConfig, *, seed: int, device: torch.device) -> None:
+    def __init__(self, layout: TableLayout, server: int, cfg: HybridConfig, *, seed: int, device: torch.device) -> None:
         self._spans = {table: layout.span(table, server) for table in layout.tables}
         self._slices: dict[str, slice] = {}  # rows of the matrix by table
         first = 0
@@ -406,7 +406,7 @@ class TableServer:
         return self._shard.table_rows(table).cpu()
 
 
-def serve_tables(ctx: Context, cfg: Config, layout: Layout, whole: nn.Module) -> None:
+def serve_tables(ctx: Context, cfg: Config, layout: TableLayout, whole: nn.Module) -> None:
     """Hold this server's rows of the tables until rank 0 leaves.
 
     Args:
@@ -446,7 +446,11 @@ class Lookup:
 
 
 def rows_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
-    """Return a lookup for sums at the trainer: each different row of the bags is a unit. `starts`: `Layout.starts`."""
+    """Return a lookup for sums at the trainer: each different row of the bags is a unit.
+
+    Args:
+        starts: see `TableLayout.starts`.
+    """
     rows, bags_of_unit = grouped(bags.ids, bags.of_id)
     cuts = torch.searchsorted(rows, torch.tensor(starts)).tolist()  # sorted rows are ordered by server
     units = []
@@ -503,7 +507,7 @@ class TableClient:
     It exchanges values in the form that is best for the first batches.
     """
 
-    def __init__(self, ctx: Context, group: RpcGroup, layout: Layout, first_batches: Iterable[Clicks]) -> None:
+    def __init__(self, ctx: Context, group: RpcGroup, layout: TableLayout, first_batches: Iterable[Clicks]) -> None:
         bags = [clicks.bags for clicks in first_batches]
         pool_at_server, self._ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
         self._group = group

@@ -42,7 +42,7 @@ from hpcdist.rank.training_loop import MAX_ORDER_FREE_RANKS, Meter, Progress, bu
 from hpcdist.run.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, batches, identity, padded
-from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, weight_name
+from hpcdist.trainers.hybrid.tables import Lookup, TableClient, TableLayout, serve_tables, weight_name
 
 log = logging.getLogger(__name__)
 #: Test samples per trainer and batch.
@@ -57,7 +57,7 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and, if the tables are small, export the final model."""
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     hybrid = cfg.section(HybridConfig)
-    layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
+    layout = TableLayout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
     # Trainers decide on stops and saves: servers count no steps.
     trainers = ctx.roles.agree_among(ctx.roles.ranks_of("trainer"))
     dense_group = make_dense_group(ctx)
@@ -77,7 +77,7 @@ def train(ctx: Context, cfg: Config) -> None:
 def train_dense_part(
     ctx: Context,
     cfg: Config,
-    layout: Layout,
+    layout: TableLayout,
     trainers: Groups,
     part: "DensePart",
     rpc: RpcGroup,
@@ -246,7 +246,7 @@ class DensePart:
 
 
 def open_dense_part(
-    ctx: Context, cfg: Config, layout: Layout, trainers: Groups, dense_group: dist.ProcessGroup
+    ctx: Context, cfg: Config, layout: TableLayout, trainers: Groups, dense_group: dist.ProcessGroup
 ) -> DensePart:
     """Build the dense part, load the newest checkpoint, and read this trainer's samples."""
     hybrid = cfg.section(HybridConfig)
@@ -289,7 +289,7 @@ class Samples:
     example: Tensor  #: two samples as input of `ClickModel`; all bags have the size of the largest one
 
 
-def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, num_shares: int) -> Samples:
+def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: TableLayout, num_shares: int) -> Samples:
     """Read this trainer's shares of the click log, and log it as a dataset."""
     hybrid = cfg.section(HybridConfig)
     shares = share_of(ctx.roles.own_index, ctx.roles.count("trainer"), num_shares)
@@ -365,7 +365,7 @@ def epoch_batches(cfg: Config, samples: Samples, epoch: int, *, start: int = 0) 
 
 
 def final_model(
-    cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.Module, samples: Samples
+    cfg: Config, layout: TableLayout, rpc: RpcGroup, dense: nn.Module, samples: Samples
 ) -> tuple[nn.Module, Tensor] | None:
     """Return the final model for one process and an example, if its tables are small enough to be gathered."""
     hybrid = cfg.section(HybridConfig)

@@ -51,7 +51,7 @@ def word_encoder(texts: Sequence[str], max_size: int) -> tuple[Callable[[Sequenc
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TextTokens:
     """Training and held-out text as tokens, int32 [n]."""
 
     train: Tensor
@@ -59,7 +59,7 @@ class Corpus:
     vocab_size: int
 
 
-def load_corpus(cfg: RnnConfig, seed: int, alive: Callable[[], None] = lambda: None) -> Corpus:
+def load_corpus(cfg: RnnConfig, seed: int, alive: Callable[[], None] = lambda: None) -> TextTokens:
     """Read, split and tokenize the text. Raises ConfigError if there is none or too little.
 
     `alive` is called before each file is read.
@@ -74,10 +74,10 @@ def load_corpus(cfg: RnnConfig, seed: int, alive: Callable[[], None] = lambda: N
         train = [joined[:cut]]
         held_out = [joined[cut:]]
     if cfg.tokenizer == "byte":
-        return Corpus(_stream(encode_bytes(train)), _stream(encode_bytes(held_out)), NUM_BYTES)
+        return TextTokens(_stream(encode_bytes(train)), _stream(encode_bytes(held_out)), NUM_BYTES)
     # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
     encode, vocab_size = word_encoder(train, cfg.vocab_size)
-    return Corpus(_stream(encode(train)), _stream(encode(held_out)), vocab_size)
+    return TextTokens(_stream(encode(train)), _stream(encode(held_out)), vocab_size)
 
 
 def _stream(texts: list[list[int]]) -> Tensor:

@@ -49,7 +49,7 @@ from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, fill_rows, lr_factor, set_lr
 from hpcdist.trainers.rnn import RnnConfig
-from hpcdist.trainers.rnn.token_stream import Batch, Columns, Corpus, load_corpus
+from hpcdist.trainers.rnn.token_stream import Batch, Columns, TextTokens, load_corpus
 from hpcdist.trainers.rnn.vocabulary import CALL_TIMEOUT_S, VocabularyClient, VocabularyServer, check_vocab_size
 
 TRAINER, SERVER = "trainer", "parameter_server"
@@ -376,7 +376,7 @@ class Learner:
 # Set-up: LSTM of a trainer, rows of a server.
 
 
-def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int) -> nn.LSTM:
+def open_lstm(ctx: Context, cfg: Config, corpus: TextTokens | None, vocab_size: int) -> nn.LSTM:
     """Return the LSTM of a trainer; log text and size of the model."""
     rnn = cfg.section(RnnConfig)
     if corpus is not None:  # on rank 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpcdist.data.windows import TokenWindows, feistel_permutation, permutation, token_type
 from hpcdist.errors import DataError
-from hpcdist.rank.micro_batches import Division
+from hpcdist.rank.micro_batches import BatchDivision
 
 
 def write_tokens(path: Path, num_tokens: int, dtype: str = "uint16") -> Path:
@@ -55,7 +55,7 @@ def test_the_order_of_an_epoch_never_changes() -> None:
 
 
 def test_small_orders_are_those_of_elastic_runs() -> None:
-    division = Division(num_samples=100, global_batch_size=10, num_micro_batches=2, seed=5, rank=0, world_size=1)
+    division = BatchDivision(num_samples=100, global_batch_size=10, num_micro_batches=2, seed=5, rank=0, world_size=1)
     order = permutation(100, seed=5, epoch=2)(np.arange(100))
     assert torch.equal(torch.from_numpy(order), division.order(2))
 

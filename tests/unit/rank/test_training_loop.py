@@ -16,7 +16,7 @@ from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, ElasticConfig, OptimConfig, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.micro_batches import BufferChanges, Division, SavedDivision, divide, micro_batch_seed
+from hpcdist.rank.micro_batches import BatchDivision, BufferChanges, SavedDivision, divide, micro_batch_seed
 from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, settle_buckets
 
@@ -184,9 +184,9 @@ def test_wsd_is_constant_and_falls_linearly_at_the_end() -> None:
 # --- The division of a training set over ranks, and the buffers of a model over its micro-batches.
 
 
-def division(rank: int, world_size: int, num_samples: int = 67, **changes: int) -> Division:
+def division(rank: int, world_size: int, num_samples: int = 67, **changes: int) -> BatchDivision:
     fields: dict[str, Any] = {"global_batch_size": 16, "num_micro_batches": 8, "seed": 3, **changes}
-    return Division(num_samples=num_samples, rank=rank, world_size=world_size, **fields)
+    return BatchDivision(num_samples=num_samples, rank=rank, world_size=world_size, **fields)
 
 
 def test_last_global_batch_has_no_shares_of_empty_micro_batches() -> None:

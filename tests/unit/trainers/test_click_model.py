@@ -23,7 +23,7 @@ from hpcdist.trainers.ddp.train import confusion_matrix
 from hpcdist.trainers.hybrid import HybridConfig, click_logs
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
 from hpcdist.trainers.hybrid.tables import (
-    Layout,
+    TableLayout,
     TableServer,
     TableShard,
     grouped,
@@ -253,7 +253,7 @@ def test_padding_has_no_effect() -> None:
 TABLES = {"a": 3000, "b": 7, "c": 1}
 
 
-def shard(layout: Layout, server: int, optimizer: str = "adagrad") -> TableShard:
+def shard(layout: TableLayout, server: int, optimizer: str = "adagrad") -> TableShard:
     cfg = HybridConfig(table_optimizer=optimizer, table_lr=0.1)  # type: ignore[arg-type]
     return TableShard(layout, server, cfg, seed=1, device=torch.device("cpu"))
 
@@ -267,11 +267,11 @@ def whole(shards: list[TableShard]) -> dict[str, Tensor]:
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_servers() -> None:
-    alone = whole([shard(Layout(TABLES, 4, 1), 0)])
+    alone = whole([shard(TableLayout(TABLES, 4, 1), 0)])
     assert alone["tables.a.weight"].shape == (3000, 4)
     assert not torch.equal(alone["tables.b.weight"], alone["tables.a.weight"][:7])
     for num_servers in (2, 3, 10):
-        layout = Layout(TABLES, 4, num_servers)
+        layout = TableLayout(TABLES, 4, num_servers)
         shards = [shard(layout, server) for server in range(num_servers)]
         found = whole(shards)
         assert all(torch.equal(found[name], alone[name]) for name in alone)
@@ -293,9 +293,9 @@ def updated(one: TableShard) -> TableShard:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
 def test_shards_load_on_another_number_of_servers(optimizer: str) -> None:
-    before = [updated(shard(Layout(TABLES, 4, 3), server, optimizer)) for server in range(3)]
+    before = [updated(shard(TableLayout(TABLES, 4, 3), server, optimizer)) for server in range(3)]
     saved = [None, *(one.checkpoint().content() for one in before)]
-    layout = Layout(TABLES, 4, 2)
+    layout = TableLayout(TABLES, 4, 2)
     after = [shard(layout, server, optimizer) for server in range(2)]
     for one in after:
         one.weight.zero_()
@@ -311,12 +311,12 @@ def test_shards_load_on_another_number_of_servers(optimizer: str) -> None:
     with pytest.raises(CheckpointError, match=r"lacks 1000 rows of table 'a'"):
         after[1].load(saved[:3])
     with pytest.raises(CheckpointError, match=r"table 'a' has another size: 3000 × 4"):
-        shard(Layout({"a": 2000}, 4, 1), 0, optimizer).load(saved)
+        shard(TableLayout({"a": 2000}, 4, 1), 0, optimizer).load(saved)
 
 
 def test_update_changes_the_rows_of_the_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdist.trainers.hybrid.tables.UPDATE_ROWS", 2)  # more than one piece
-    layout = Layout({"a": 6}, 2, 1)
+    layout = TableLayout({"a": 6}, 2, 1)
     one, before = shard(layout, 0, "sgd"), shard(layout, 0).weight
     one.update(*grouped(torch.tensor([4, 1, 4, 0]), torch.tensor([0, 0, 1, 1])), torch.tensor([[1.0, 2], [3, 4]]))
     change = torch.tensor([[3.0, 4], [1, 2], [0, 0], [0, 0], [4, 6], [0, 0]])
@@ -324,7 +324,7 @@ def test_update_changes_the_rows_of_the_batch_only(monkeypatch: pytest.MonkeyPat
 
 
 def test_push_answers_with_values_as_they_are_after_the_update() -> None:
-    one, before = shard(Layout({"a": 6}, 2, 1), 0, "sgd"), shard(Layout({"a": 6}, 2, 1), 0).weight
+    one, before = shard(TableLayout({"a": 6}, 2, 1), 0, "sgd"), shard(TableLayout({"a": 6}, 2, 1), 0).weight
     server = TableServer(one, num_trainers=2)
     server.look_up(0, torch.tensor([0, 1]), None, True)
     server.look_up(1, torch.tensor([1, 4]), None, True)
@@ -346,7 +346,7 @@ def test_push_answers_with_values_as_they_are_after_the_update() -> None:
 
 
 def test_last_trainer_does_not_wait_for_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = TableServer(shard(Layout({"a": 6}, 2, 1), 0, "sgd"), num_trainers=1)
+    server = TableServer(shard(TableLayout({"a": 6}, 2, 1), 0, "sgd"), num_trainers=1)
     next_update = server._next_update
     is_answered = threading.Event()
     waits: list[bool] = []
