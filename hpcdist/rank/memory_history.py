@@ -24,6 +24,17 @@ log = logging.getLogger(__name__)
 _MODULE = "torch.cuda"
 #: In the message of a lack of memory, with the number of the GPU in this process.
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
+#: torch.OutOfMemoryError, of any device. A script without torch does not import it here.
+_OUT_OF_MEMORY = "OutOfMemoryError"
+#: In messages of RuntimeError: CUDA's driver and cuBLAS allocate memory beside torch's allocator.
+_TEXTS_OF_FULL_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return whether this process has found too little memory on its GPU."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS_OF_FULL_GPU):
+        return True
+    return type(error).__name__ == _OUT_OF_MEMORY
 
 
 def record_when_used() -> None:

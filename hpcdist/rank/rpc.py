@@ -22,10 +22,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.memory_history import is_lack_of_memory
 from hpcdist.rank.rpc_transport import Transport
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class RpcGroup:
         This rank then ends as one whose own code has failed, and reports what holds the memory of its GPU. Its callers
         lose their connection to it.
         """
-        if not self._will_serve or not isinstance(error, torch.OutOfMemoryError):
+        if not self._will_serve or not is_lack_of_memory(error):
             return False
         self._commands.put(error)
         return True
@@ -129,7 +128,7 @@ class RpcGroup:
         Args:
             commands: the functions that rank 0 may call by `send_command`, by name.
 
-        Raises torch.OutOfMemoryError if this rank's GPU has no memory for a call of another rank.
+        Raises the error of a call of another rank for which this rank's GPU has no memory.
         """
         is_stop_sent = False
         while True:

@@ -26,7 +26,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 import zmq
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it at run time
@@ -36,6 +35,7 @@ from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.admission import Admission, CurveKeys
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import Buffer, cut, split, take_frame
+from hpcdist.rank.memory_history import is_lack_of_memory
 from hpcdist.rank.network_interface import address_towards
 from hpcdist.rank.rpc_values import decode, encode, from_parts, to_frames
 
@@ -243,11 +243,11 @@ class Transport:
             return  # its time was over
         try:
             value = self._read(content, descriptions, parts)
-        except torch.OutOfMemoryError as error:  # of this rank, which reports it as its own
-            pending.future.set_exception(error)
-            return
         except Exception as error:
-            pending.future.set_exception(RemoteError.of(error, self.place))
+            if is_lack_of_memory(error):  # of this rank, which reports it as its own
+                pending.future.set_exception(error)
+            else:
+                pending.future.set_exception(RemoteError.of(error, self.place))
             return
         if kind == _RESULT:
             pending.future.set_result(value)

@@ -464,11 +464,6 @@ _PEER_LOST = (
     "NCCL",
     "tensorpipe",
 )
-#: torch.OutOfMemoryError, of any device; the module torch need not be imported here.
-_OUT_OF_MEMORY = "OutOfMemoryError"
-#: Parts of messages about a full GPU in errors of other types: of CUDA's driver and of cuBLAS, which allocate memory
-#: beside torch's allocator.
-_GPU_IS_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 #: Maximum number of characters of the error and of the traceback; the log has the whole text.
 _MAX_TEXT = 10_000
 #: Disk space that an outcome occupies at most, in bytes, except for long errors.
@@ -548,7 +543,7 @@ class Outcome:
         details: dict[str, Any] = {"error": _shorten(text), "peer_lost": is_peer_lost, "traceback": []}
         if trace:
             details["traceback"] = [_shorten(trace)]
-        if type(error).__name__ == _OUT_OF_MEMORY or any(part in message for part in _GPU_IS_FULL):
+        if memory_history.is_lack_of_memory(error):
             details["num_micro_batches"] = self.num_micro_batches()
             details["device_memory"] = memory_history.memory_record(text)
         if isinstance(error, UserMistake | SyntaxError):

@@ -385,17 +385,21 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("RPC: ignored") == 1
 
 
-def fill_memory(here: Rank, path: Path, is_early: bool) -> str:
+OF_CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def fill_memory(here: Rank, path: Path, lack: Exception, is_early: bool) -> str:
     """Return the error of each rank when the call of an observer finds no GPU memory.
 
     Args:
+        lack: the error of the call.
         is_early: whether the call comes before the observer serves.
     """
     is_called = threading.Event()
 
-    def fill() -> torch.Tensor:
+    def fill() -> None:
         is_called.set()
-        return no_memory()
+        raise lack
 
     with open_context(here, RunDir(path), CONFIG) as ctx:
         try:
@@ -405,17 +409,21 @@ def fill_memory(here: Rank, path: Path, is_early: bool) -> str:
                 if here.rank == 2 and is_early:
                     assert is_called.wait(timeout=60)
                 group.serve({})
-        except (torch.OutOfMemoryError, PeerLost) as error:
+        except (type(lack), PeerLost) as error:
             if here.rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL if type(error) is torch.OutOfMemoryError else signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGKILL if type(error) is type(lack) else signal.SIGTERM)
             return f"{type(error).__name__}: {error}"
     return "finished"
 
 
-@pytest.mark.parametrize("is_early", [False, True], ids=["serving", "before-it-serves"])
-def test_rank_without_gpu_memory_for_a_call_ends(tmp_path: Path, is_early: bool) -> None:
+@pytest.mark.parametrize(
+    ("lack", "is_early"),
+    [(OF_CUBLAS, False), (torch.OutOfMemoryError("CUDA out of memory"), True)],
+    ids=["serving", "before-it-serves"],
+)
+def test_rank_without_gpu_memory_for_a_call_ends(tmp_path: Path, lack: Exception, is_early: bool) -> None:
     """It raises the error itself, in `serve`, and the other ranks lose it."""
-    agent, *_ = spawn_ranks(fill_memory, 3, killed=[2], path=new_run(tmp_path).path, is_early=is_early)
+    agent, *_ = spawn_ranks(fill_memory, 3, killed=[2], path=new_run(tmp_path).path, lack=lack, is_early=is_early)
     assert agent == "PeerLost: observer:1 (rank 2) does not answer: its connection has ended"
 
 
