@@ -62,8 +62,10 @@ def write_atomic(
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
             retry.discard(temporary)
+            if isinstance(error, OSError):
+                error.filename, error.filename2 = str(path), None  # a user knows no temporary name
             raise
         if durable:
             fsync_folder(path.parent)

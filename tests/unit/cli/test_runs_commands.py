@@ -45,6 +45,8 @@ def test_runs_writes_a_page_on_the_last_weeks(hpcdist: Cli, make: Make, tmp_path
         assert refused.code == 2
         assert "--html other.html writes a page instead of a list: leave out --json and --sort" in one_line(refused)
     assert not (tmp_path / "other.html").exists()
+    without_folder = hpcdist("runs", "--html", "missing/usage.html")
+    assert (without_folder.code, one_line(without_folder)) == (2, "No such file or directory: missing/usage.html")
 
 
 def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Make) -> None:
