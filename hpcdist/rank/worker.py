@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
 
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.loading import load_run_config
@@ -503,9 +503,14 @@ class Outcome:
             result["late"] = self._late
         write_json(self._path, {**result, **details})
 
-    def note_late(self, since: float, what: str) -> None:
-        """Note what has kept this process since its code has ended. `since`: seconds since the epoch."""
-        self._late = {"since": since, "what": _shorten(what)}
+    def note_late(self, since: float, what: str, *, is_busy: bool) -> None:
+        """Note what has kept this process since its code has ended.
+
+        Args:
+            since: seconds since the epoch.
+            is_busy: whether it has computed.
+        """
+        self._late = {"since": since, "what": _shorten(what), "busy": is_busy}
 
     @property
     def is_late(self) -> bool:
@@ -609,16 +614,20 @@ _BUSY_SHARE = 0.1
 class _TimeIsUp(Exception): ...
 
 
-def end(
-    conclude: Callable[[], int], limit_s: float, note_late: Callable[[float, str], None] = lambda since, what: None
-) -> NoReturn:
+class _NoteLate(Protocol):
+    def __call__(self, since: float, what: str, *, is_busy: bool) -> None: ...
+
+
+def _note_nothing(since: float, what: str, *, is_busy: bool) -> None: ...
+
+
+def end(conclude: Callable[[], int], limit_s: float, note_late: _NoteLate = _note_nothing) -> NoReturn:
     """End this process as Python does, with the exit code of `conclude`.
 
     Threads and functions of `atexit` share `limit_s`, but the latter have at least ATEXIT_S.
 
     Args:
-        note_late: is called before `conclude` if something has to be cut off that has hardly computed: since when this
-            process ends, in seconds since the epoch, and what it is.
+        note_late: is called before `conclude` if something has to be cut off, see `Outcome.note_late`.
     """
     since = time.time()
     until = time.monotonic() + limit_s
@@ -627,8 +636,8 @@ def end(
 
     def conclude_and_exit() -> NoReturn:
         is_busy = _used_cpu_s() - used_s > _BUSY_SHARE * (time.time() - since)
-        if late and not is_busy:
-            note_late(since, ", ".join(late))
+        if late:
+            note_late(since, ", ".join(late), is_busy=is_busy)
         exit_now(conclude())
 
     def give_up() -> None:

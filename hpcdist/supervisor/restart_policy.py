@@ -212,6 +212,7 @@ class LateEnd:
     """The end of ranks after their code has ended, but not their process."""
 
     since: float  #: when the code of the last rank ended, in seconds since the epoch
+    is_busy: bool  #: whether the process has computed since then
     sentence: str
 
 
@@ -232,7 +233,11 @@ def late_end(exits: Mapping[int, int], outcomes: Mapping[int, Mapping[str, Any]]
     since, until, what = late.get("since"), outcome.get("time"), late.get("what")
     if not isinstance(since, float) or not isinstance(until, float) or not isinstance(what, str):
         return None
-    return LateEnd(since=since, sentence=f"the process of rank {last} did not end for {until - since:.0f} s: {what}")
+    is_busy = late.get("busy") is True
+    sentence = f"the process of rank {last} did not end for {until - since:.0f} s: {what}"
+    if is_busy:
+        sentence += ", cut off at work: launch.stop_grace_s gives it more time"
+    return LateEnd(since=since, is_busy=is_busy, sentence=sentence)
 
 
 def killed_beside(

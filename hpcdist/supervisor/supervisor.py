@@ -396,7 +396,7 @@ class Supervisor:
         late = late_end(exits, outcomes)
         if late is not None:
             self._ended_late = late.sentence
-            if self._times.idle_since is None:
+            if self._times.idle_since is None and not late.is_busy:
                 self._times = replace(self._times, idle_since=late.since)
         if watch.stops_script:
             return "stopped"

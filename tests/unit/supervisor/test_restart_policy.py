@@ -340,13 +340,17 @@ def test_straggler_is_reported_once_and_when_it_is_over() -> None:
 
 
 def test_rank_that_ended_last_says_what_has_kept_it() -> None:
-    late = {"time": 160.0, "late": {"since": 100.0, "what": "thread 'upload' (u.py:3)"}}
+    late: dict[str, Any] = {"time": 160.0, "late": {"since": 100.0, "what": "thread 'upload' (u.py:3)"}}
     ended = late_end({1: 0, 0: 0}, {0: late})
     assert ended is not None
     assert (ended.since, ended.sentence) == (
         100.0,
         "the process of rank 0 did not end for 60 s: thread 'upload' (u.py:3)",
     )
+    busy = late_end({0: 0}, {0: {**late, "late": {**late["late"], "busy": True}}})
+    assert busy is not None
+    assert (ended.is_busy, busy.is_busy) == (False, True)
+    assert busy.sentence == f"{ended.sentence}, cut off at work: launch.stop_grace_s gives it more time"
     assert late_end({0: 0, 1: 0}, {0: late}) is None, "rank 1 has worked meanwhile"
     assert late_end({0: 0}, {0: {"time": 160.0}}) is None
     assert late_end({0: 0}, {0: late | {"late": {"since": "100", "what": "x"}}}) is None

@@ -592,6 +592,19 @@ def test_script_that_logs_nothing_ends_with_the_ways_to_log(scene: Scene) -> Non
     assert scene.supervise().reason == "all epochs are done"
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_late_end_of_a_rank_is_idle_unless_it_computes(scene: Scene, is_busy: bool) -> None:
+    late = {"since": 50.0, "what": "thread 'save'", "busy": is_busy}
+    scene.num_ranks = 1
+    outcome = {"outcome": "done", "reason": "all epochs are done", "time": 60.0, "late": late}
+    scene.script(first=[[["report", outcome]]])
+    reason = scene.supervise().reason
+    assert reason.startswith("all epochs are done; the process of rank 0 did not end for 10 s: thread 'save'")
+    times = read_times(scene.run.attempt(1))
+    assert times is not None
+    assert times.idle_since == (None if is_busy else 50.0)
+
+
 def test_run_ends_although_its_metrics_cannot_be_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.trainer, scene.num_ranks = {"script": ["train.py"]}, 1
     monkeypatch.setattr(supervisor_module, "MetricsReader", Mock(side_effect=OSError(12, "Cannot allocate memory")))
