@@ -69,6 +69,11 @@ def ui(
     address = f"http://{server.HOST}:{port}"
     say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
     say("MLflow is starting, and prints its link then; Ctrl-C ends it")
+    if database is not None and not (database.is_file() and database.stat().st_size):
+        # The server would create the tables while the upload of a submission does so, and fail.
+        from hpcdist.tracking.mlflow_client import open_client
+
+        open_client(store)
     env = dict(os.environ)
     os.environ |= server.variables(store, file, link_to_newest(runs, store, f"{address}/?token={token}"))
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user

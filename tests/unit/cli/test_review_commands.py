@@ -32,7 +32,7 @@ from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_tra
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
 from hpcdist.supervisor import local_launcher as supervisor_local
-from hpcdist.tracking import sync_runs, ui
+from hpcdist.tracking import mlflow_client, sync_runs, ui
 from hpcdist.tracking.sync_runs import SyncReport
 from hpcdist.trainers.comm.results import ARTIFACT
 
@@ -338,6 +338,8 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
         uploading.append((runs_dir.absolute(), env["MLFLOW_DISABLE_TELEMETRY"]))
 
     monkeypatch.setattr(ui, "start_uploads", start_uploads)
+    created: list[str] = []
+    monkeypatch.setattr(mlflow_client, "open_client", created.append)
     ship_all(monkeypatch, "first")
     run = make("first", status="finished")
     write_json(run.mlflow, {"experiment_id": "7", "uri": store})
@@ -359,6 +361,12 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     assert started == [ui.command(port)]
     assert masks == [0o077]
     assert uploading == [(tmp_path / "runs", "false")], "with the variables of the user"
+    assert created == [store], "under the lock of uploads, which the server does not take"
+
+    (tmp_path / "runs" / "mlflow.db").write_bytes(b"with tables")
+    port = unused_port()
+    assert hpcdist("ui", "--port", str(port)).code == 0
+    assert created == [store]
 
 
 def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
