@@ -2,10 +2,12 @@
 
 import io
 import logging
+import math
 import os
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcdist.config.topology import Topology
-from hpcdist.errors import RendezvousError
+from hpcdist.errors import RendezvousError, few
 from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.device import refuse_shared_gpu
 from hpcdist.rank.rendezvous_store import MAX_WAIT_S, Meeting, RendezvousStore, has_unix_sockets
@@ -57,7 +59,8 @@ class Groups:
         """Wait until all ranks have made this call, with heartbeats and without a time limit.
 
         For ranks of which one may need minutes more than another, such as to load data: a collective has a time limit,
-        and a rank that waits in it counts as hung if the other one is silent, too.
+        and a rank that waits in it counts as hung if the other one is silent, too. After a long wait, rank 0 logs for
+        which ranks it waits.
 
         The supervisor finds a rank that hangs before this call only if that rank has called `ctx.timer.alive` or
         `ctx.should_stop`. Ranks of hpcdist's own trainers count as if they had.
@@ -71,6 +74,7 @@ class Groups:
         group = " ".join(map(str, ranks))
         _num_waits[group] += 1
         key = f"wait {_num_waits[group]} of ranks {group}"
+        self.store.append(f"{key}: arrived", f"{dist.get_rank()} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         if self.store.add(key, 1) == len(ranks):
             self.store.set(f"{key} is over", "")
         # A request without a time limit: rank 0 may be in a call that holds the interpreter, so that its store answers
@@ -78,8 +82,16 @@ class Groups:
         with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-wait") as pool:
             over = pool.submit(self.store.wait, [f"{key} is over"], timedelta(seconds=MAX_WAIT_S))
             alive()
+            names_late_at = time.monotonic() + WAIT_S
             while not futures.wait([over], ALIVE_S).done:
                 alive()
+                # Rank 0 alone asks: here its store answers at once.
+                if dist.get_rank() == 0 and time.monotonic() >= names_late_at:
+                    names_late_at = math.inf
+                    arrived = self.store.get(f"{key}: arrived").decode().split()
+                    late = [str(rank) for rank in ranks if str(rank) not in arrived]
+                    if late:
+                        log.warning("rank 0 has waited %g s for slower ranks, see their logs: %s", WAIT_S, few(late))
         over.result()
         dist.barrier(group=self.control)  # rank 0 serves the store until all ranks know
 

@@ -38,7 +38,7 @@ from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import PreflightError, RendezvousError
 from hpcdist.host.json_files import read_json
-from hpcdist.rank import admission, collective_check, rendezvous_store
+from hpcdist.rank import admission, collective_check, process_group, rendezvous_store
 from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.collective_check import Stopwatch
 from hpcdist.rank.frame_parts import PART_BYTES
@@ -208,6 +208,33 @@ def test_ranks_wait_for_a_late_one_with_heartbeats() -> None:
     """In a barrier, rank 0 would send none, and the last rank wait for ever."""
     num_beats = spawn_ranks(await_late_rank, NUM_RANKS)
     assert all(number >= 1 for number in num_beats)
+
+
+def await_named_rank(here: Rank) -> list[str]:
+    """Return the warnings of a rank; the last rank comes once rank 0 has warned."""
+    process_group.WAIT_S = 0.1
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    groups = Groups(control, dist.distributed_c10d._get_default_store())
+    texts: list[str] = []
+
+    def warn(text: str, *values: Any) -> None:
+        texts.append(text % values)
+        (here.folder / "warned").touch()
+
+    if here.rank == NUM_RANKS - 1:
+        wait_for((here.folder / "warned").exists, "a warning of rank 0")
+    with patch.object(process_group.log, "warning", warn):
+        groups.await_all(lambda: None)
+    return texts
+
+
+def test_rank_0_names_the_ranks_for_which_it_waits() -> None:
+    """In a job with slow disks, nothing else would tell why nobody trains."""
+    at_rank_0, *others = spawn_ranks(await_named_rank, NUM_RANKS)
+    assert at_rank_0[-1].startswith("rank 0 has waited 0.1 s for slower ranks, see their logs: ")
+    assert at_rank_0[-1].endswith(str(NUM_RANKS - 1))
+    assert others == [[]] * (NUM_RANKS - 1)
 
 
 def await_silent_rank_0(here: Rank) -> None:
