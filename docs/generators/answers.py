@@ -65,6 +65,16 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "checkpoint_stall",
     ),
     (
+        "The same for a model that FSDP2 shards?",
+        "{} of `dcp.save`, {} of `dcp.async_save`; on disk after {} of the time of `dcp.save`",
+        (
+            r"FSDP2 state: stall over `dcp.save`",
+            r"FSDP2 state: stall over `dcp.async_save`",
+            r"FSDP2 state: time until durable over `dcp.save`",
+        ),
+        "sharded_checkpoint",
+    ),
+    (
         "How much processor time does a token of the trainer lm take?",
         "{} of a bare FSDP2 loop, {} of Lightning Fabric, {} of a loop that also keeps gathered weights",
         (
@@ -73,6 +83,12 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
             r"trainer `lm`: CPU time of a token over a bare FSDP2 loop that keeps gathered weights, as it does",
         ),
         "lm",
+    ),
+    (
+        "How long does the order of 10^9 windows of text take?",
+        "{} of CPU time for each window that is read, without memory",
+        (r"order of 10\^9 windows of tokens, CPU time per window",),
+        "token_windows",
     ),
     (
         "How long does logging a metric take?",
