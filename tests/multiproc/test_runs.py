@@ -78,6 +78,7 @@ def test_killed_rank_resumes_from_the_last_checkpoint(runs: Runs, control_run: s
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
     _, victim = runs.wait_until_held(name)
     wait_for(lambda: runs.step(name, rank=1), "a heartbeat with a step")
+    wait_for(lambda: 45 in runs.checkpoint_steps(name), "the checkpoint of the first epoch")
     os.kill(victim, signal.SIGKILL)
     runs.release(name)
     code, output = finish(process)
