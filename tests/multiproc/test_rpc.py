@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,7 @@ import pytest
 import torch
 import zmq
 from context_scene import SINGLE_RANK, new_run, open_context
-from hpcdist_runs import listening
+from hpcdist_runs import listening, wait_for
 from raw_zmtp import hold_connections, sent_and_kept_mb
 from spawn import Rank, spawn_ranks
 from zmq.utils.monitor import recv_monitor_message
@@ -179,10 +178,15 @@ def test_stop_request_on_any_rank_stops_rank_0(tmp_path: Path) -> None:
 
 
 def come_late(here: Rank, path: Path) -> bool:
+    """Come to the start on rank 0 only once the others wait there, with heartbeats."""
     with open_context(here, RunDir(path), CONFIG) as ctx:
-        ctx.groups.store.set_timeout(timedelta(seconds=0.5))
+        waiting = [here.folder / f"waiting-{rank}" for rank in range(here.world_size)]
         if ctx.is_main:
-            time.sleep(2)
+            wait_for(lambda: all(path.exists() for path in waiting[1:]), "heartbeats of the other ranks", timeout_s=60)
+            assert not ctx.groups.store.check(["rpc-0/address/1"]), (
+                "the address of rank 0 would be awaited with a limit"
+            )
+        ctx.timer.alive = waiting[ctx.rank].touch  # type: ignore[method-assign]
         with rpc_group(ctx) as group:
             if not ctx.is_main:
                 group.serve({})
