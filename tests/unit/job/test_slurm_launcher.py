@@ -354,9 +354,11 @@ def test_nodes_are_lost_if_a_step_starts_on_this_host_only(slurm: Path, runs_dir
     assert launcher.avoid == ["n2"]
 
 
-@pytest.mark.parametrize(("refuses", "why"), [(False, "within launch.init_timeout_s=0.5 s"), (True, "at all")])
+@pytest.mark.parametrize(
+    ("refuses", "limit_s", "why"), [(False, 0.5, "within launch.init_timeout_s=0.5 s"), (True, 600.0, "at all")]
+)
 def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
-    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, why: str
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, limit_s: float, why: str
 ) -> None:
     """srun waits for processors without a limit, and `hang_timeout_s` applies to ranks that have started."""
     preflight(monkeypatch)
@@ -365,8 +367,17 @@ def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
     fake(slurm, "srun", f"case \"$*\" in {OF_RANKS}) echo x >> starts; echo '{busy}' >&2; {then};; esac\ncat nodes")
     launcher = launcher_of(slurm, runs_dir)
     run = RunDir(runs_dir / "exp" / "first")
-    config = Config(cluster=ClusterConfig(nodes=2), launch=LaunchConfig(init_timeout_s=0.5))
+    config = Config(cluster=ClusterConfig(nodes=2), launch=LaunchConfig(init_timeout_s=limit_s))
     report = Recorder()
+    start = launcher.start
+
+    def start_until_message(attempt: Attempt) -> Any:
+        """Let the time limit begin once srun has printed its message."""
+        ranks = start(attempt)
+        wait_for(lambda: busy in ranks.last_message(0), "the message of srun")
+        return ranks
+
+    monkeypatch.setattr(launcher, "start", start_until_message)
     with launcher:
         state = Supervisor(run, config, launcher, report, tracking_uri=None, env={}).run()
     reason = f"no rank was started {why}: {busy}, twice in a row: another restart would not help"
