@@ -141,7 +141,7 @@ def finished(slurm_runs: SlurmRuns, cases: list[Case]) -> dict[str, Finished]:
             code, output = runs.command("submit", *words, "--cluster", "devcluster")
             assert code == 0, output
             jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
-        # While the ranks start, and not before `wait_finished`: Slurm forgets a job 300 s after its end.
+        # While the ranks start, not after the jobs: Slurm forgets a job 300 s after its end.
         for case in cases:
             words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
             code, output = runs.command("run", *words, **runs.unshipped)
