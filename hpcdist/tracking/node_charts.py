@@ -1,12 +1,13 @@
-"""The charts of a run on several nodes: MLflow gets minimum, mean and maximum over the nodes, not a chart of each node.
+"""The charts of a run on several nodes: MLflow gets statistics over the nodes, not a chart of each node.
 
 The metrics of nodes, `system/<node>/…` and `time/<node>/…`, are divided into intervals of time. A complete interval
-becomes one point of each of `system/nodes_min/…`, `…/nodes_mean/…` and `…/nodes_max/…`, over all records in it. Records
-that arrive after their interval was sent are only in the journal.
+becomes one point of each statistic, over all records in it: `time/nodes_min/…`, `…/nodes_mean/…` and `…/nodes_max/…`,
+and one of each system metric, so that several nodes have as few of these charts as one. Records that arrive after their
+interval was sent are only in the journal.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hpcdist.run.mlflow_limits import clean_metric_name
@@ -17,6 +18,9 @@ INTERVAL_MS = 30_000
 #: A node that has logged nothing for this time does not delay the intervals of the others.
 SILENT_MS = 120_000
 _STEP_TIMES = ("step_s", "data_s", "compute_s")
+#: System metrics of which the highest value counts, since a full memory or disk ends a run, whichever node it is; of
+#: the others the mean.
+_FULLEST = ("system_memory_usage_percentage", "disk_usage_percentage", "gpu_memory_usage_percentage")
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -97,8 +101,11 @@ class NodeCharts:
         """Return the record of a metric of the nodes in one interval."""
         low, total, count, high, time_ms, step = values
         group, _, name = metric.partition("/")
-        kinds = ("min", low), ("mean", total / count), ("max", high)
-        metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
+        statistics = {"min": low, "mean": total / count, "max": high}
+        kinds: Iterable[str] = statistics
+        if group == "system":
+            kinds = ("max",) if name in _FULLEST else ("mean",)
+        metrics = {f"{group}/nodes_{kind}/{name}": statistics[kind] for kind in kinds}
         # A long step may be the newest one in two intervals.
         first = clean_metric_name(next(iter(metrics)))
         steps_sent = self._sent_steps.get(first, {}).get(attempt)

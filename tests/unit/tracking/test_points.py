@@ -257,6 +257,7 @@ def test_each_record_of_a_script_is_sent_once(tmp_path: Path, seed: int, monkeyp
 
 LIMIT = 40
 SYSTEM = ["cpu_utilization_percentage", "disk_usage_megabytes", "gpu_0_power_usage_watts"]
+MEMORY = "system_memory_usage_percentage"
 
 
 @pytest.fixture(autouse=True)
@@ -321,7 +322,8 @@ def write_record(run: RunDir, attempt: int, rank: int, time_s: float, step: int,
 
 
 def write_node(run: RunDir, node: int, second: float, value: float, *, attempt: int = 1) -> None:
-    metrics = {f"system/n{node}/{name}": value for name in SYSTEM}
+    metrics = {f"system/n{node}/{name}": value for name in (*SYSTEM, MEMORY)}
+    metrics[f"time/n{node}/step_s"] = value
     write_record(run, attempt, 4 * node, 9_000_000 + second, int(second), metrics)
 
 
@@ -344,11 +346,19 @@ def test_complete_intervals_have_statistics_of_all_nodes(
     store = Store(run, seed)
     store.ship_rest(2)
     store.assert_each_step_once()
-    for kind, function in (("min", min), ("mean", fmean), ("max", max)):
-        found = store.values(f"system/nodes_{kind}/{SYSTEM[0]}")
+    for metric, function in (
+        (f"system/nodes_mean/{SYSTEM[0]}", fmean),
+        (f"system/nodes_max/{MEMORY}", max),
+        ("time/nodes_min/step_s", min),
+        ("time/nodes_mean/step_s", fmean),
+        ("time/nodes_max/step_s", max),
+    ):
+        found = store.values(metric)
         assert [value for _, value in sorted(found.items())] == pytest.approx(
             [function(values) for _, values in sorted(expected.items())]
         )
+    of_system = {point.key for point in store.received if point.key.startswith("system/")}
+    assert len(of_system) == 3, "as few charts as one node has"
     assert len(store.values("own/3")) == 60
     assert not store.values(f"system/n3/{SYSTEM[0]}")
 
@@ -376,7 +386,7 @@ def test_live_run_with_random_crashes_sends_each_point_once(
                 write_record(run, attempt, 4 * node, 9_000_000 + 10 * number, len(losses) // 20 * 20, times)
         if draw.random() < 0.8:
             store.ship(attempt, over=False)
-    live = len(store.values(f"system/nodes_max/{SYSTEM[0]}"))
+    live = len(store.values(f"system/nodes_mean/{SYSTEM[0]}"))
     store.ship_rest(2)
     store.assert_each_step_once()
     assert [point for point in sorted(store.received, key=lambda it: it.step) if point.key == "loss"] == sorted(
@@ -442,6 +452,6 @@ def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
             if node or number < 4:
                 write_node(run, node, 10 * number, float(node))
         store.ship(over=False, may_be_killed=False)
-    found = sorted(store.values(f"system/nodes_min/{SYSTEM[0]}").items())
+    found = sorted(store.values(f"system/nodes_mean/{SYSTEM[0]}").items())
     assert len(found) >= 8
-    assert (found[0][1], found[-1][1]) == (0.0, 1.0)
+    assert (found[0][1], found[-1][1]) == (fmean(range(6)), fmean(range(1, 6)))
