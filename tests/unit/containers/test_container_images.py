@@ -129,10 +129,10 @@ def test_first_working_engine_is_used(programs: FakeCommands, monkeypatch: pytes
     programs.add_script("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
     assert find_engine(None).name == "docker"
     programs.add_script("docker", "exec /bin/sleep 60")
-    monkeypatch.setattr("hpcdist.containers.engine.ANSWER_S", 0.1)
+    monkeypatch.setattr("hpcdist.containers.engine.ANSWER_S", 3.0)  # in which podman answers
     with pytest.raises(
         UserMistake,
-        match=r"docker is installed, but fails: no answer within 0\.1 s: choose podman instead, which works here$",
+        match=r"docker is installed, but fails: no answer within 3 s: choose podman instead, which works here$",
     ):
         find_engine("docker")
 
