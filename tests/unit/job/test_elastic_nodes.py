@@ -72,7 +72,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     fake = Slurm(tmp_path)
     monkeypatch.setenv("PATH", fake.env["PATH"])
     monkeypatch.setattr(on_nodes, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 2.0)
+    monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 30.0)
     monkeypatch.setattr(elastic_nodes, "CHECK_EVERY_S", 0.0)
     monkeypatch.setattr(elastic_nodes, "addresses_of", lambda nodes: {})
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
@@ -93,7 +93,10 @@ def save(nodes: ElasticNodes, step: int) -> None:
     write_json(folder / "manifest.json", {"step": step})
 
 
-def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: Path) -> None:
+def test_run_continues_without_nodes_that_do_not_answer(
+    slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 2.0)  # as no node answers at last
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.begin()
     assert not nodes.end_ranks("ranks-001")
@@ -186,6 +189,7 @@ def test_node_removed_from_the_job_by_slurm_does_not_return(slurm: Slurm, runs_d
 
 
 def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 2.0)  # as no node answers at last
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.pool.drop_silent(["n2", "n3"])
     nodes.begin()
