@@ -248,7 +248,7 @@ def test_completers_and_their_time_on_a_hanging_file_system(folder: Path, monkey
             assert is_hanging.wait(60)
 
     monkeypatch.setattr(options, "_folders", hang)
-    monkeypatch.setattr(options.threading, "Thread", Lookup)
+    monkeypatch.setattr(threading, "Thread", Lookup)
     assert complete(options.runs, "") == ["sweep-a"]
     is_over.set()
 

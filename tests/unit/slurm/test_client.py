@@ -12,6 +12,7 @@ import pytest
 from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.host.time_limits import run_within
 from hpcdist.slurm import client
 from hpcdist.slurm.output import JobInfo, SlurmError, parse_time
 
@@ -267,7 +268,6 @@ def test_controller_that_hangs_costs_the_limit_of_each_question(
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
     asked: list[str] = []
-    run_within = client.run_within
 
     def note(command: Sequence[str], *arguments: Any, **options: Any) -> CompletedProcess[str]:
         """Note the program here: on a busy machine it may be ended before it has begun."""
