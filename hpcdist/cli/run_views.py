@@ -491,7 +491,13 @@ def read_status(run: RunDir) -> dict[str, Any]:
                 if past.status == "running":
                     continue
                 ended.append(
-                    {"attempt": past.number, "status": past.status, "nodes": list(past.nodes), "cause": past.cause}
+                    {
+                        "attempt": past.number,
+                        "status": past.status,
+                        "end": past.end,
+                        "nodes": list(past.nodes),
+                        "cause": past.cause,
+                    }
                 )
         attempt = run.attempt(state.attempt)
         for rank in range(min(state.world_size, MAX_SHOWN_RANKS)):
@@ -548,7 +554,7 @@ def show_status(console: Console, run: RunDir) -> None:
     # The cause of the last attempt is often the reason of the status.
     for ended in document["ended_attempts"]:
         if ended["cause"] != document["reason"]:
-            rows[f"attempt {ended['attempt']}"] = sentence_of(ended["status"], ended["cause"])
+            rows[f"attempt {ended['attempt']}"] = sentence_of(ended["end"], ended["cause"])
     if document["slurm"]:
         rows["Slurm"] = document["slurm"]
     if document["held_by"]:

@@ -260,7 +260,7 @@ def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, .
                 nodes,
                 _steps(attempt, is_script=facts.is_script),
                 steps_lost,
-                attempt.status,
+                attempt.end,
                 cause,
             )
         )

@@ -82,6 +82,7 @@ class EarlierEnd:
 
     attempt: int
     status: str
+    end: str  #: the status as pages show it, see `AttemptFacts`
     cause: str
     steps_lost: int | None  #: None if it is unknown
     finding: Finding | None  #: None without a failure
@@ -89,7 +90,7 @@ class EarlierEnd:
     @property
     def rows(self) -> list[tuple[str, str]]:
         """The names and texts of the lines that `hpcdist explain` prints."""
-        end = quote(sentence_of(self.status, self.cause))
+        end = quote(sentence_of(self.end, self.cause))
         if self.steps_lost:
             end += f"; {plural(self.steps_lost, 'step')} lost"
         rows = [(str(self.attempt), end)]
@@ -201,6 +202,7 @@ def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
             EarlierEnd(
                 attempt=attempt.number,
                 status=attempt.status,
+                end=attempt.end,
                 cause=attempt.cause,
                 steps_lost=attempt.steps_lost,
                 finding=findings.get(attempt.number),

@@ -122,6 +122,13 @@ class AttemptFacts:
         """Whether an exception of the code has ended the attempt, and not a signal, a node or a time limit."""
         return self.failure in _OF_CODE
 
+    @property
+    def end(self) -> str:
+        """How it ended, for readers: its status, but `interrupted` if it has failed without a bug."""
+        if self.status == "failed" and not self.is_bug:
+            return "interrupted"
+        return self.status
+
 
 def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
     """Return the attempts of a run, oldest first.

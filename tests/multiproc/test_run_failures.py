@@ -276,7 +276,7 @@ def test_restarted_script_has_its_cause_and_lost_steps(runs: Runs) -> None:
     assert [attempt.cause for attempt in facts.attempts[:1]] == [killed]
     explained = runs.command("explain", name)[1].splitlines()
     assert explained[0] == "finished after 1 restart: restarting.py ended with exit status 0 at step 60"
-    assert explained[1] == f"1:        failed: {killed}; 35 steps lost"
+    assert explained[1] == f"1:        interrupted: {killed}; 35 steps lost"
     assert [line.partition(":")[0] for line in explained[2:]] == ["cause", "fix"]
     # Steps 11 to 45 were done twice.
     found = [(attempt.first_step, attempt.last_step, attempt.steps_lost) for attempt in facts.attempts]

@@ -318,7 +318,7 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
         "status       running",
         f"folder       {run.path}",
         "attempt      2, 1 restart after failures",
-        "attempt 1    failed: the supervisor was killed, or its node failed: no end was recorded",
+        "attempt 1    interrupted: the supervisor was killed, or its node failed: no end was recorded",
         f"supervisor   {supervisor}",
         "rank 0       step 7 of 100, 5 s ago  loss 0.1235  accuracy 0.975",
         "rank 2       step 7, 0 s ago",
@@ -359,13 +359,13 @@ def test_status_names_causes_of_ended_attempts_and_stragglers(console: Console, 
     rows = rows_of(console)
     assert [row for row in rows if row.startswith("attempt ")] == [
         "attempt      7, 0 restarts after failures",
-        *(f"attempt {number}    failed: node n{number} [failed]" for number in (3, 4, 5, 6)),
+        *(f"attempt {number}    interrupted: node n{number} [failed]" for number in (3, 4, 5, 6)),
     ]
     assert "straggler    n3 is [slow]" in rows
     assert f"more ranks   32, see {run.attempt(7).path}" in rows
     assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
     assert run_views.read_status(run)["ended_attempts"][0] == {
-        "attempt": 3, "status": "failed", "nodes": [], "cause": "node n3 [failed]"
+        "attempt": 3, "status": "failed", "end": "interrupted", "nodes": [], "cause": "node n3 [failed]"
     }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_description_of_a_live_run() -> None:
         "- best checkpoint, with the lowest eval/loss: /runs/c/step-00000100\n"
         "- [checkpoints of all runs with their values](#/experiments/1/models?workflowType=machine_learning)\n",
         "The best checkpoint, step 100, from its folder:\n\n```python\n",
-        "| 1 | 1970-01-01 00:16 | 10 min | n1, n2 | 1 to 120 | 20 | failed |"
+        "| 1 | 1970-01-01 00:16 | 10 min | n1, n2 | 1 to 120 | 20 | interrupted |"
         " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001?workflowType=machine_learning) |",
         "| 2 | 1970-01-01 00:33 |  |  | 101 to 200 |  | running |  |"
@@ -108,7 +108,9 @@ def test_description_of_a_live_run() -> None:
     ):
         assert row in text
     failed = replace(FIRST, failure="error")
-    assert " · 1 failure, 20 steps lost\n" in described(replace(FACTS, attempts=(failed, SECOND))), "a bug"
+    with_bug = described(replace(FACTS, attempts=(failed, SECOND)))
+    assert " · 1 failure, 20 steps lost\n" in with_bug, "a bug"
+    assert " | 1 to 120 | 20 | failed |" in with_bug
     assert "### Cost" not in text, "the ledger is empty"
     best = replace(BEST, metrics={"eval/accuracy": 356 / 364})
     data = (DatasetRecord(name="digits", split="test", num_samples=364),)

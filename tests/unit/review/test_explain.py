@@ -114,7 +114,7 @@ def test_killed_rank_is_the_cause_and_not_its_peer(run: RunDir) -> None:
         write_times(run.attempt(number), replace(times, status="finished", reason="trained 9 steps"))
     change_state(run, status="finished", reason="trained 9 steps")
     assert explain(run).lines == [
-        *("finished after 1 restart: trained 9 steps", f"1:        failed: {killed}; 5 steps lost"),
+        *("finished after 1 restart: trained 9 steps", f"1:        interrupted: {killed}; 5 steps lost"),
         *(f"{name + ':':<10}{found[name]}" for name in ("cause", "fix")),
     ]
     write_json(run.attempt(3).failure, {"kind": "vanished", "rank": 1, "host": "n1", "step": 5, "error": EARLY})

@@ -95,6 +95,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert [line for line in explain(full.run).lines if line.startswith("fix:")] == [
         "fix:      " + re.sub(r"</?code>", "`", re.findall(r"<b>fix:</b> (.*?)</p>", top)[0])
     ]
+    assert '<td class="interrupted">interrupted</td>' in page, "an attempt that was killed"
     assert "n2 is 100 % slower" in found.text
     assert "0.078 core-hours" in found.text
     assert "7.1 %" in found.text, "the goodput"
@@ -122,6 +123,7 @@ def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
     found = Elements(page).text
     assert found.count(f"{sentence}, attempt 2") == 1
     assert found.count(f"{sentence}, attempt 1") == 1
+    assert page.count('<td class="failed">failed</td>') == 2, "an error of the code"
     head = page.partition("</header>")[0]
     assert re.findall("<b>([a-z]+):</b>", head) == ["evidence", "fix"], "the traceback has the cause"
     assert "line 20, in &lt;module&gt;" in head
