@@ -298,6 +298,11 @@ def rerun_command(facts: RunFacts) -> str:
     return shlex.join(["hpcdist", "rerun", str(facts.folder)])
 
 
+def log_command(facts: RunFacts, attempt: int, rank: int) -> str:
+    """Return the command that prints the log of a rank, from any folder."""
+    return shlex.join(["hpcdist", "logs", str(facts.folder), "--attempt", str(attempt), "--rank", str(rank)])
+
+
 def resume_command(facts: RunFacts) -> str:
     """Return the command that continues a run that was stopped, from any folder; empty for other runs."""
     if facts.state.status not in ("stopped", "cancelled"):

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import jinja2
@@ -16,8 +17,8 @@ from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError, duration
 from hpcdist.host.files import read_regular, write_atomic
 from hpcdist.review import charts, description, svg
-from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
-from hpcdist.review.facts import flat_texts, logged_result, read_environment, read_facts, readable
+from hpcdist.review.explain import MAX_ROWS, explain_failure, first_failed_rank, read_faults
+from hpcdist.review.facts import RunFacts, flat_texts, logged_result, read_environment, read_facts, readable
 from hpcdist.review.ledger import Ledger, cost_of, ledgers_of, read_ledger, together
 from hpcdist.review.markdown import text_of
 from hpcdist.review.metric_series import Series
@@ -183,6 +184,7 @@ def render_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> s
         "stragglers": part(_straggler_events),
         "faults": (part(lambda run: read_faults(run, facts.attempts)) if facts else None) or {},
         "finding": part(lambda run: explain_failure(run, facts.state)) if facts else None,
+        "log": part(lambda run: _log_of_failure(run, facts)) if facts else None,
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
         "curve": charts.primary_chart(facts, series) if facts else None,
@@ -191,6 +193,28 @@ def render_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> s
     problems += figure_problems
     content["problems"] = list(dict.fromkeys(problems))
     return environment().get_template("report.html").render(content)
+
+
+class FailureLog(NamedTuple):
+    """The log of the rank that failed first."""
+
+    path: Path
+    command: str  #: that prints it
+
+
+def _log_of_failure(run: RunDir, facts: RunFacts) -> FailureLog | None:
+    """Return the log of the failure that has ended a run; None without a failure, or if there is no such file.
+
+    A report has no link to it: in MLflow, to which it is uploaded, logs have other paths.
+    """
+    if facts.state.status != "failed" or not facts.attempts:
+        return None
+    attempt = run.attempt(facts.attempts[-1].number)
+    rank = first_failed_rank(attempt) or 0
+    path = attempt.log(rank)
+    if not path.is_file():
+        return None
+    return FailureLog(path, description.log_command(facts, attempt.number, rank))
 
 
 def _straggler_events(run: RunDir) -> list[tuple[int, dict[str, Any]]]:

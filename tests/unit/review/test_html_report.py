@@ -119,13 +119,16 @@ def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
         scene.attempt_file("rank-00001.outcome.json", outcome, attempt=attempt)
         scene.failed(f"{sentence}, attempt {attempt}", attempt=attempt)
     scene.state(status="failed", attempt=2, reason=f"{sentence}, attempt 2")
+    log = scene.run.attempt(2).log(1)
+    log.write_text("KeyError: 40\n")
     page = page_of(scene)
     found = Elements(page).text
     assert found.count(f"{sentence}, attempt 2") == 1
     assert found.count(f"{sentence}, attempt 1") == 1
     assert page.count('<td class="failed">failed</td>') == 2, "an error of the code"
     head = page.partition("</header>")[0]
-    assert re.findall("<b>([a-z]+):</b>", head) == ["evidence", "fix"], "the traceback has the cause"
+    assert re.findall("<b>([a-z]+):</b>", head) == ["evidence", "fix", "log"], "the traceback has the cause"
+    assert f"log: hpcdist logs {scene.run.path} --attempt 2 --rank 1 prints {log}\n" in found
     assert "line 20, in &lt;module&gt;" in head
 
 
