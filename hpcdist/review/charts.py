@@ -313,7 +313,7 @@ def _chart(
     for key in keys[:MAX_LINES]:
         points = series[key].points
         lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
-    figure = line_chart(lines, x_label="step", starts=_starts(series, facts), dot=dot)
+    figure = line_chart(lines, x_label="step", starts=_starts(keys, series, facts), dot=dot)
     notes = []
     for key in keys:
         logged = series[key]
@@ -331,16 +331,34 @@ def _chart(
     return Chart(title=title, figure=figure, note="; ".join(notes))
 
 
-def _starts(series: Mapping[str, Series], facts: RunFacts | None) -> dict[float, str]:
+def _starts(keys: Sequence[str], series: Mapping[str, Series], facts: RunFacts | None) -> dict[float, str]:
     """Return the names of the attempts by the step at which each begins."""
     first_steps: dict[float, int] = {}
-    if ATTEMPT in series:
+    if facts is not None and facts.is_script:
+        first_steps = _first_steps_of(series[key] for key in keys)
+    elif ATTEMPT in series:
         first_steps = {number: step for step, number in series[ATTEMPT].points}
     if facts is not None and not facts.is_script:  # a trainer's attempt begins before it first logs
         for attempt in facts.attempts:
             if attempt.first_step is not None:
                 first_steps[attempt.number] = attempt.first_step
     return {step: f"attempt {number:.0f}" for number, step in first_steps.items()}
+
+
+def _first_steps_of(logged: Iterable[Series]) -> dict[float, int]:
+    """Return the first step of each attempt of a script in the metrics of a chart.
+
+    A script may log one metric by steps, and others by epochs or without steps. If the attempts of metrics in one chart
+    overlap for that reason, the chart shows none, and the result is empty.
+    """
+    steps = [item for one in logged for item in one.steps_of_attempts.items()]
+    first_steps: dict[float, int] = {}
+    for attempt, (low, _) in steps:
+        first_steps[attempt] = min(low, first_steps.get(attempt, low))
+    for attempt, (_, high) in steps:
+        if any(number > attempt and first <= high for number, first in first_steps.items()):
+            return {}
+    return first_steps
 
 
 def primary_chart(facts: RunFacts, series: Mapping[str, Series]) -> Chart | None:

@@ -36,6 +36,8 @@ class Series:
         self.num_points = 0  #: added, including those that are not kept
         self.num_not_finite = 0
         self.first_not_finite: int | None = None  #: its step
+        #: Attempt → lowest and highest step of its points; empty if the attempts are not known.
+        self.steps_of_attempts: dict[int, tuple[int, int]] = {}
         self._steps = array("q")
         self._values = array("d")
         self._ends: list[tuple[int, float]] = []  #: the first and the last finite point

@@ -40,7 +40,8 @@ def read_series(run: RunDir) -> dict[str, Series]:
     A system metric is one series over all nodes.
     """
     series: dict[str, Series] = {}
-    for point in _points(run):
+    read = SentPoints(newest_counts=is_of_script(run))
+    for point in _points(run, read):
         key = point.key
         is_shown = is_read(key)
         if key.startswith(SYSTEM_PREFIX):
@@ -48,6 +49,9 @@ def read_series(run: RunDir) -> dict[str, Series]:
             is_shown = True
         if key in series or (len(series) < MAX_SERIES and is_shown):
             series.setdefault(key, Series()).add(point.step, point.value)
+    for key, found in series.items():
+        for attempt, (low, high) in read.steps.get(key, {}).items():
+            found.steps_of_attempts[int(attempt)] = (low, high)
     return series
 
 
@@ -108,13 +112,17 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
     return values
 
 
-def _points(run: RunDir) -> Iterator[Point]:
+def _points(run: RunDir, sent: SentPoints | None = None) -> Iterator[Point]:
     """Yield the points that count, of several at one step the last one last.
 
     An attempt of a script counts up to the first step in a later one.
+
+    Args:
+        sent: has the steps of each attempt afterwards.
     """
     state = run.read_state()
-    sent = SentPoints(newest_counts=is_of_script(run))
+    if sent is None:
+        sent = SentPoints(newest_counts=is_of_script(run))
     tail = JournalTail(run.journal, sent)
     while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
         yield from tail.new_points(chunks)

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import random
+import re
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from hpcdist.errors import TrackingError
 from hpcdist.rank.system_metrics import _usage
 from hpcdist.review.charts import metric_charts
-from hpcdist.run.folder import RunDir
+from hpcdist.review.facts import read_facts
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.mlflow_limits import clean_metric_name
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal_tail, point_budget
@@ -220,6 +222,23 @@ def test_newest_attempt_counts_for_a_script_without_resume(tmp_path: Path) -> No
     assert (len(losses), read_series(run)["loss"].num_points) == (10, 4), "MLflow has those of all attempts"
     (chart,) = metric_charts(read_series(run), {})[1]
     assert (">attempt 2<" in chart.figure, ">attempt 3<" in chart.figure, ">attempt 1<" in chart.figure) == (1, 1, 0)
+
+
+def test_attempts_in_a_chart_of_a_script_are_those_of_its_metric(tmp_path: Path) -> None:
+    """A script numbers points without a step from 0 in each attempt."""
+    run = make_run(tmp_path)
+    run.config.write_text("trainer: {script: [train.py]}\n")
+    for attempt, steps in ((1, range(25)), (2, range(15, 25)), (3, range(15, 40))):
+        for key in ("loss", "train/mixed"):
+            write(run.journal, attempt, list(steps), key=key)
+        write(run.journal, attempt, list(range(40)), key="free")
+        write(run.journal, attempt, [5, 6, 7], key="eval/mixed")
+    write(run.journal, 1, list(range(40)), key="only_first")
+    run.write_state(State(status="finished", attempt=3))
+    charts = {chart.title: chart.figure for chart in metric_charts(read_series(run), {}, facts=read_facts(run))[1]}
+    assert {title: re.findall(">(attempt .)<", figure) for title, figure in charts.items()} == {
+        "loss": ["attempt 1", "attempt 3"], "free": ["attempt 3"], "mixed": [], "only_first": []
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(5))
