@@ -114,13 +114,14 @@ class AttemptFacts:
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
     failure: str = ""  #: kind of the first failure, see `Failure`; empty if the attempt did not fail
+    is_fault: bool = False  #: whether the failure is an exception that comes from a node, device or connection
     failed_node: str = ""  #: of the rank that failed first, or of a killed supervisor; empty without a failure
     traceback: tuple[str, ...] = ()  #: lines at its end, see `end_of_traceback`
 
     @property
     def is_bug(self) -> bool:
-        """Whether an exception of the code has ended the attempt, and not a signal, a node or a time limit."""
-        return self.failure in _OF_CODE
+        """Whether an exception of the code has ended the attempt, and not a signal, a fault or a time limit."""
+        return self.failure in _OF_CODE and not self.is_fault
 
     @property
     def end(self) -> str:
@@ -236,6 +237,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         last_step=last_step,
         steps_lost=steps_lost,
         failure=_text(failure.get("kind")),
+        is_fault=failure.get("is_fault") is True,
         failed_node=failed_node,
         traceback=end_of_traceback(map(str, failure.get("traceback") or ())),
     )

@@ -109,6 +109,14 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert len(page) < 100_000
 
 
+@pytest.mark.parametrize(("is_fault", "end"), [(True, "interrupted"), (False, "failed")])
+def test_error_of_a_device_is_an_interruption(scene: ReportScene, is_fault: bool, end: str) -> None:
+    error = failure("failed with RuntimeError: CUDA error: ECC", kind="error", traceback=["x"], is_fault=is_fault)
+    scene.attempt_file("failure.json", error, attempt=1)
+    scene.failed("rank 1 on n2 failed with RuntimeError: CUDA error: ECC", attempt=1)
+    assert f'<td class="{end}">{end}</td>' in page_of(scene)
+
+
 def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
     calls = ['  File "/home/ada/train.py", line 20, in <module>\n', "    name = labels[step]\n"]
     error = failure("failed with KeyError: 40", kind="error", traceback=[*calls, "KeyError: 40\n"])
