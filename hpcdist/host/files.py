@@ -65,7 +65,8 @@ def write_atomic(
         except BaseException as error:
             retry.discard(temporary)
             if isinstance(error, OSError):
-                error.filename, error.filename2 = str(path), None  # a user knows no temporary name
+                error.filename = str(path)  # a user knows no temporary name
+                del error.filename2  # a message would show None
             raise
         if durable:
             fsync_folder(path.parent)

@@ -41,8 +41,9 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, failing, disk_full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as failed:
         write_atomic(path, "new", durable=True)
+    assert str(failed.value) == f"[Errno 28] No space left on device: '{path}'"
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
