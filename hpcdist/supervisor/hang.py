@@ -711,7 +711,8 @@ def _io_bytes(pids: Iterable[int]) -> int:
     """
     num_bytes = 0
     for pid in pids:
-        with suppress(psutil.Error, NotImplementedError):
+        # psutil lacks the method if the kernel does not count; the RuntimeError is about an empty file in /proc.
+        with suppress(psutil.Error, AttributeError, RuntimeError):
             counters = psutil.Process(pid).io_counters()
             num_bytes += counters.read_chars + counters.write_chars + counters.read_bytes
     return num_bytes

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -106,6 +107,13 @@ def test_rank_that_reads_from_a_slow_file_system_is_busy() -> None:
         1: hang.Activity(100.0, cpu_s=0.5, on_gpu=False, io_bytes=10**9 + 5_000_000),  # logs and heartbeats
     }
     assert hang.busy_ranks(before, after) == {0}
+
+
+def test_kernel_that_counts_no_bytes_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "io_counters", Mock(side_effect=RuntimeError("/proc/1/io file was empty")))
+    assert hang._io_bytes([os.getpid()]) == 0
+    monkeypatch.delattr(psutil.Process, "io_counters")
+    assert hang._io_bytes([os.getpid()]) == 0
 
 
 @pytest.mark.processes
