@@ -17,6 +17,7 @@ On a GPU, calls are executed on the default stream, on which all threads of a ra
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 LEAVE = "leave"
 #: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
 PULSE_INTERVAL_S = 1.0
+#: A rank without GPU memory for a call has this time to come to `serve`. It may train before, for hours.
+SERVES_WITHIN_S = 10.0
 
 
 class RpcGroup:
@@ -50,8 +53,7 @@ class RpcGroup:
         self._timeout_s = timeout_s
         #: What `serve` executes, or raises.
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | Exception] = queue.SimpleQueue()
-        #: Until rank 0 leaves its block. A call may arrive before this rank has come to `serve`.
-        self._will_serve = not ctx.is_main
+        self._is_serving = threading.Event()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
         self.name = self.names[ctx.rank]
         self.peers = [name for name in self.names if name != self.name]
@@ -67,9 +69,11 @@ class RpcGroup:
         """Let `serve` raise the error of a call if it is a lack of GPU memory; return whether it will.
 
         This rank then ends as one whose own code has failed, and reports what holds the memory of its GPU. Its callers
-        lose their connection to it.
+        lose their connection to it. A rank that does not serve yet is awaited for a moment.
         """
-        if not self._will_serve or not is_lack_of_memory(error):
+        if self._ctx.is_main or not is_lack_of_memory(error):
+            return False
+        if not self._is_serving.wait(SERVES_WITHIN_S):
             return False
         self._commands.put(error)
         return True
@@ -91,8 +95,8 @@ class RpcGroup:
     def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
         """Call a function of another rank, and return the future of its result.
 
-        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, such as one
-        without GPU memory for the call, or has not answered in time. A tensor must not be changed before the call is
+        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended, such as one in
+        `serve` without GPU memory, or has not answered in time. A tensor must not be changed before the call is
         answered, because it is not copied.
         `function` is a key of the mapping that the rank passed to `rpc_group`.
         """
@@ -131,6 +135,7 @@ class RpcGroup:
         Raises the error of a call of another rank for which this rank's GPU has no memory.
         """
         is_stop_sent = False
+        self._is_serving.set()
         while True:
             try:
                 ordered = self._commands.get(timeout=PULSE_INTERVAL_S)
@@ -144,7 +149,7 @@ class RpcGroup:
                 raise ordered
             command, arguments = ordered
             if command == LEAVE:
-                self._will_serve = False
+                self._is_serving.clear()
                 return
             commands[command](*arguments)
 

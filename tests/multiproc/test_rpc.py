@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
-from hpcdist.rank import admission, rpc_transport
+from hpcdist.rank import admission, rpc, rpc_transport
 from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import PART_BYTES
@@ -405,6 +405,7 @@ def fill_memory(here: Rank, path: Path, lack: Exception, is_early: bool) -> str:
         is_called.set()
         raise lack
 
+    rpc.SERVES_WITHIN_S = 60.0
     with open_context(here, RunDir(path), CONFIG) as ctx:
         try:
             with rpc_group(ctx, {"fill": fill}) as group:
@@ -429,6 +430,28 @@ def test_rank_without_gpu_memory_for_a_call_ends(tmp_path: Path, lack: Exception
     """It raises the error itself, in `serve`, and the other ranks lose it."""
     agent, *_ = spawn_ranks(fill_memory, 3, killed=[2], path=new_run(tmp_path).path, lack=lack, is_early=is_early)
     assert agent == "PeerLost: observer:1 (rank 2) does not answer: its connection has ended"
+
+
+def fill_memory_of_training_rank(here: Rank, path: Path) -> str:
+    """Return the error of a call for which a rank finds no GPU memory that serves only after the answer."""
+    rpc.SERVES_WITHIN_S = 0.1
+    text = ""
+    answered = here.folder / "answered"
+    with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx, {"fill": no_memory}) as group:
+        if ctx.is_main:
+            with pytest.raises(RemoteError) as failed:
+                group.call(2, "fill").result()
+            text = str(failed.value)
+            answered.touch()
+        else:
+            wait_for(answered.exists, "the answer to rank 0")
+            group.serve({})
+    return text
+
+
+def test_rank_that_trains_before_it_serves_answers_an_error(tmp_path: Path) -> None:
+    agent, *_ = spawn_ranks(fill_memory_of_training_rank, 3, path=new_run(tmp_path).path)
+    assert agent.endswith("OutOfMemoryError: CUDA out of memory"), agent
 
 
 def no_memory(*_: Any) -> torch.Tensor:
