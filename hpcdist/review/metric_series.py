@@ -29,10 +29,14 @@ class LastValue(NamedTuple):
 class Series:
     """Points of one metric, added in any order, in at most 80 KiB; of values that are not finite only the last one.
 
-    Of several points at one step, the last one is kept.
+    Of several points at one step, the last one counts.
+
+    Args:
+        is_of_nodes: whether several nodes log the metric, so that each point at a step counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_of_nodes: bool = False) -> None:
+        self._is_of_nodes = is_of_nodes
         self.num_points = 0  #: added, including those that are not kept
         self.num_not_finite = 0
         self.first_not_finite: int | None = None  #: its step
@@ -68,7 +72,7 @@ class Series:
                 self._sample = self._sample[::2]
                 self._spacing *= 2
         if len(self._steps) > MAX_POINTS:
-            kept = thinned(self._sorted(), NUM_BINS)
+            kept = thinned(self.points, NUM_BINS)
             self._steps = array("q", (step for step, _ in kept))
             self._values = array("d", (value for _, value in kept))
 
@@ -80,12 +84,10 @@ class Series:
     @property
     def points(self) -> list[tuple[int, float]]:
         """The kept points in the order of their steps; the first, last, lowest and highest ones are among them."""
-        by_step = dict(self._sorted())
-        by_step |= dict(self._ends)
-        return sorted(by_step.items())
-
-    def _sorted(self) -> list[tuple[int, float]]:
-        return sorted(dict(zip(self._steps, self._values, strict=True)).items())
+        kept = [*zip(self._steps, self._values, strict=True), *self._ends]
+        if self._is_of_nodes:
+            return sorted(set(kept))
+        return sorted(dict(kept).items())
 
     @property
     def last(self) -> float | None:
@@ -95,12 +97,12 @@ class Series:
     @property
     def lowest(self) -> float | None:
         """The lowest value; None without points."""
-        return min(self._values, default=None)
+        return min((value for _, value in self.points), default=None)
 
     @property
     def highest(self) -> float | None:
         """The highest value; None without points."""
-        return max(self._values, default=None)
+        return max((value for _, value in self.points), default=None)
 
     @property
     def median(self) -> float | None:

@@ -43,12 +43,13 @@ def read_series(run: RunDir) -> dict[str, Series]:
     read = SentPoints(newest_counts=is_of_script(run))
     for point in _points(run, read):
         key = point.key
-        is_shown = is_read(key)
-        if key.startswith(SYSTEM_PREFIX):
+        is_system = key.startswith(SYSTEM_PREFIX)
+        if is_system:
             key = without_node(key) or key
-            is_shown = True
-        if key in series or (len(series) < MAX_SERIES and is_shown):
-            series.setdefault(key, Series()).add(point.step, point.value)
+        if key not in series and len(series) < MAX_SERIES and (is_system or is_read(key)):
+            series[key] = Series(is_of_nodes=is_system)
+        if key in series:
+            series[key].add(point.step, point.value)
     for key, found in series.items():
         for attempt, (low, high) in read.steps.get(key, {}).items():
             found.steps_of_attempts[int(attempt)] = (low, high)

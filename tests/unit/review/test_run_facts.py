@@ -310,6 +310,23 @@ def test_long_series_are_thinned_and_short_ones_exact() -> None:
     assert thinned([], 2) == []
 
 
+def test_value_that_a_later_one_at_its_step_replaces_is_not_shown() -> None:
+    series = Series()
+    for value in (0.5, 9.0, 2.0):
+        series.add(1, value)
+    series.add(2, 3.0)
+    assert (series.lowest, series.highest, series.points) == (2.0, 3.0, [(1, 2.0), (2, 3.0)])
+
+
+def test_long_series_over_nodes_has_the_extremes_of_each(tmp_path: Path) -> None:
+    scene = ReportScene(tmp_path)
+    num_points = MAX_POINTS // 2 + 1
+    name = "gpu_0_power_usage_watts"
+    scene.log({f"system/n1/{name}": [90.0] + [5.0] * num_points, f"system/n2/{name}": [2.0] + [4.0] * num_points})
+    found = read_series(scene.run)[f"system/{name}"]
+    assert (found.lowest, found.highest, found.points[:2]) == (2.0, 90.0, [(1, 2.0), (1, 90.0)])
+
+
 def test_median_of_a_long_series_weighs_all_parts_equally() -> None:
     series = Series()
     for step in range(6000):  # the last third is slower, and single steps stop
