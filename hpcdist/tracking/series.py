@@ -114,9 +114,10 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
 
 
 def _points(run: RunDir, sent: SentPoints | None = None) -> Iterator[Point]:
-    """Yield the points that count, of several at one step the last one last.
+    """Yield the points that count, of several at one step the latest one last.
 
-    An attempt of a script counts up to the first step in a later one.
+    An attempt of a script counts up to the first step in a later one. Files of several processes are read in parts, and
+    the order is that of their times within a part.
 
     Args:
         sent: has the steps of each attempt afterwards.
@@ -126,5 +127,5 @@ def _points(run: RunDir, sent: SentPoints | None = None) -> Iterator[Point]:
         sent = SentPoints(newest_counts=is_of_script(run))
     tail = JournalTail(run.journal, sent)
     while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
-        yield from tail.new_points(chunks)
+        yield from sorted(tail.new_points(chunks), key=lambda point: point.time_ms)
         sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}

@@ -174,6 +174,18 @@ def test_last_of_a_scripts_values_at_one_step_counts(scene: Scene, enter: Enter)
     assert len(scene.client.get_metric_history(scene.run_id, "loss")) == len(falling) + 4
 
 
+def test_latest_of_the_values_of_two_processes_at_one_step_counts(scene: Scene, enter: Enter) -> None:
+    scene.run.config.write_text("trainer: {script: [train.py]}\n")
+    run_id = run_id_of(scene.run)
+    enter(pid=os.getppid()).log_metric(run_id, "loss", 1.0, timestamp=1000, step=7)  # in the file that is read last
+    enter().log_metric(run_id, "loss", 2.0, timestamp=2000, step=7)
+    scene.state(attempt=1)
+    ship(scene)
+    assert scene.entity.data.metrics["loss"] == 2.0
+    assert read_last_values(scene.run)["loss"] == (7, 2.0)
+    assert read_values(scene.run)["loss"] == {7: 2.0}
+
+
 def test_points_without_a_step_are_numbered(scene: Scene, enter: Enter) -> None:
     client = enter()
     for value in (5.0, 6.0, 7.0):
