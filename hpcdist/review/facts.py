@@ -19,6 +19,7 @@ from hpcdist.host.files import read_regular
 from hpcdist.host.json_files import LARGEST, read_json
 from hpcdist.host.retry import retry
 from hpcdist.review.job_ends import cause_by_slurm
+from hpcdist.review.known_failures import first_match
 from hpcdist.review.markdown import text_of
 from hpcdist.review.metric_series import LastValue, common_metric
 from hpcdist.review.uncertainty import LARGEST_VALUE, evaluated_on, num_evaluated, share_error, with_error
@@ -115,7 +116,7 @@ class AttemptFacts:
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
     failure: str = ""  #: kind of the first failure, see `Failure`; empty if the attempt did not fail
     is_fault: bool = False  #: whether the failure is an exception that comes from a node, device or connection
-    failed_node: str = ""  #: of the rank that failed first, or of a killed supervisor; empty without a failure
+    failed_nodes: tuple[str, ...] = ()  #: to which its end points, see `_failed_nodes`
     traceback: tuple[str, ...] = ()  #: lines at its end, see `end_of_traceback`
 
     @property
@@ -142,8 +143,7 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
     ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
-        by_slurm = cause_by_slurm(ends.get(attempt.number))
-        facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=by_slurm)
+        facts = _read_attempt(attempt, state, resumed_at=resumed, start=ends.get(attempt.number))
         if facts.training_began is not None:
             resumed = facts.first_step
         attempts.append(facts)
@@ -192,17 +192,17 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
     return ends
 
 
-def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
+def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, start: JobStart | None) -> AttemptFacts:
     """Return the facts of an attempt.
 
     Args:
         resumed_at: the step from which the next attempt has continued, or would continue; None if it is unknown.
-        by_slurm: why Slurm has ended the job; empty if it has not.
+        start: the start of the job that Slurm has ended during the attempt; None if there is none.
     """
     training = read_training(attempt)
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
     times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
-    status, cause, ended = _end_of_attempt(attempt, state, times, by_slurm)
+    status, cause, ended = _end_of_attempt(attempt, state, times, cause_by_slurm(start))
     last_step = done_step(attempt)
     is_script = not times.measured
     if is_script and (training is None or training.began is None):
@@ -215,9 +215,9 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     elif status != "running" and last_step is not None and resumed_at is not None:
         steps_lost = lost_steps(last_step, resumed_at)
     failure = _read(attempt.failure)
-    failed_node = _text(failure.get("host"))
-    if cause == UNRECORDED and times.nodes:
-        failed_node = next(iter(times.nodes))  # the supervisor runs on the first one
+    where = _text(failure.get("host"))
+    if cause == UNRECORDED:
+        where = next(iter(times.nodes), "")  # the supervisor runs on the first one
     training_began = None
     first_step = None
     if training is not None:
@@ -238,11 +238,36 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         steps_lost=steps_lost,
         failure=_text(failure.get("kind")),
         is_fault=failure.get("is_fault") is True,
-        failed_node=failed_node,
+        failed_nodes=_failed_nodes(failure, where, start),
         traceback=end_of_traceback(map(str, failure.get("traceback") or ())),
     )
 
 
+def _failed_nodes(failure: Mapping[str, Any], where: str, start: JobStart | None) -> tuple[str, ...]:
+    """Return the nodes to which the end of an attempt points: not by an exception of the code or a decision of Slurm.
+
+    An exception for a lost connection has no such node, since the node on its other end may have failed.
+
+    Args:
+        failure: the first one; empty without one.
+        where: the node of the first failure or of a killed supervisor; empty without one.
+        start: see `_read_attempt`.
+    """
+    if start is not None and start.state == "NODE_FAIL" and start.failed_nodes:
+        return tuple(start.failed_nodes.split(","))
+    if not where or (start is not None and start.state in _DECISIONS_OF_SLURM):
+        return ()
+    if failure.get("kind") in _OF_CODE:
+        found = first_match(_text(failure.get("error")).splitlines())
+        if found is None or found[0].name != _LOST_DEVICE:
+            return ()
+    return (where,)
+
+
+#: Name of the known failure that is one of a device.
+_LOST_DEVICE = "gpu-lost"
+#: States of jobs that Slurm has ended without a failure.
+_DECISIONS_OF_SLURM = ("TIMEOUT", "DEADLINE", "PREEMPTED", "CANCELLED")
 #: Kinds of failures, see `Failure`, that are exceptions of the code that ran.
 _OF_CODE = ("error", "rejected")
 #: Innermost calls of a traceback that are shown, and limit of all lines: some errors have hundreds.

@@ -49,7 +49,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedNode:
-    """A node on which attempts have ended by another failure than an exception of the code."""
+    """A node on which attempts have ended, see `AttemptFacts.failed_nodes`."""
 
     node: str
     num_attempts: int
@@ -57,31 +57,40 @@ class FailedNode:
     cause: str  #: its end
 
 
-def render_fleet(runs: Iterable[RunDir], now: float) -> str:
+def render_fleet(runs: Iterable[RunDir], now: float, note: str = "") -> str:
     """Return the page as HTML. A run counts as a whole if it had resources in the last WEEKS weeks.
 
-    Runs with unreadable files are left out.
+    Runs with unreadable files are left out; the page has their number.
+
+    Args:
+        now: seconds since the epoch.
+        note: a sentence about further runs.
     """
     begin = now - WEEKS * _WEEK_S
     ledgers: dict[str, dict[str, list[Ledger]]] = defaultdict(lambda: defaultdict(list))
     failures: dict[str, list[AttemptFacts]] = defaultdict(list)
     num_runs = 0
+    num_unreadable = 0
     for run in runs:
         ledger = readable(partial(read_ledger, run))
-        if ledger is None or not ledger.allocated_s or ledger.ended < begin:
+        if ledger is not None and (not ledger.allocated_s or ledger.ended < begin):
             continue
         facts = readable(partial(read_facts, run))
-        if facts is None:
+        if ledger is None or facts is None:
+            num_unreadable += 1
             continue
         num_runs += 1
         ledgers[ledger.unit][facts.user or "unknown"].append(ledger)
         for attempt in facts.attempts:
-            if attempt.failed_node and not attempt.is_bug and attempt.started >= begin:
-                failures[attempt.failed_node].append(attempt)
+            if attempt.started >= begin:
+                for node in attempt.failed_nodes:
+                    failures[node].append(attempt)
     usages = [_usage(by_user) for _, by_user in sorted(ledgers.items())]
     nodes = sorted(map(_failed_node, failures.items()), key=lambda failed: (-failed.num_attempts, failed.node))
     content = {
         "num_runs": num_runs,
+        "num_unreadable": num_unreadable,
+        "note": note,
         "weeks": WEEKS,
         "as_of": clock(now),
         "usages": usages,

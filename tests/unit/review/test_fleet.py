@@ -1,6 +1,7 @@
 """The page on all runs of the last weeks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def test_hours_by_user_and_cause_and_nodes_that_failed(tmp_path: Path, cores: Re
 def test_page_without_runs(tmp_path: Path) -> None:
     page = render_fleet([RunDir(tmp_path / "missing")], BEGAN)
     assert "<p>0 runs had resources" in page
-    assert "No rank was killed or hung, and no node was lost." in page
+    assert "1 run with unreadable files is left out." in page
+    assert "No rank was killed or hung, and no GPU or node was lost." in page
 
 
 def test_killed_supervisor_counts_for_its_node(tmp_path: Path, cores: Resources) -> None:
@@ -73,3 +75,35 @@ def test_killed_supervisor_counts_for_its_node(tmp_path: Path, cores: Resources)
     page = render_fleet([run], BEGAN + DAY_S)
     assert '<tr><td class="w">n1</td><td class="n">1</td>' in page
     assert "the supervisor was killed, or its node failed" in page
+
+
+def test_nodes_that_slurm_reports_count_and_its_decisions_do_not(tmp_path: Path, cores: Resources) -> None:
+    """Of a lost node the supervisor often records nothing; a preemption kills ranks on healthy nodes."""
+    run = ReportScene(tmp_path).run
+    states = ("NODE_FAIL", "PREEMPTED", "CANCELLED", "TIMEOUT")
+    starts = {}
+    for number, state in enumerate(states):
+        began = 1000.0 * number
+        add_attempt(run, began, None, [account(began, began + 60)], cores)
+        starts[str(number)] = {"began": BEGAN + began - 1, "ended": BEGAN + began + 100, "nodes": "n1", "state": state}
+    starts["0"]["failed_nodes"] = "lost1,lost2"
+    write_json(run.path / "job.json", {"job_id": "7", "starts": starts})
+    write_json(run.attempt(2).failure, failure("was killed by SIGTERM"))
+    ReportScene.state_of(run, status="failed", attempt=4)
+    page = render_fleet([run], BEGAN + DAY_S)
+    nodes = page.partition("<h2>Nodes</h2>")[2]
+    assert re.findall(r'<td class="w">(\w+)</td><td class="n">(.*?)</td>', nodes) == [("lost1", "1"), ("lost2", "1")]
+    assert "nodes lost1, lost2 failed (Slurm: NODE_FAIL)" in page
+
+
+@pytest.mark.parametrize(
+    ("error", "nodes"),
+    [("RuntimeError: CUDA error: uncorrectable ECC error encountered", ["n2"]), ("Connection reset by peer", [])],
+)
+def test_lost_gpu_counts_for_its_node_and_a_lost_peer_for_none(
+    tmp_path: Path, cores: Resources, error: str, nodes: list[str]
+) -> None:
+    run = make_run(tmp_path, "a", "ada", began=0.0, hours=1.0, resources=cores)
+    write_json(run.attempt(1).failure, failure(error, kind="error", is_fault=True))
+    page = render_fleet([run], BEGAN + DAY_S)
+    assert re.findall('<td class="w">(n[0-9])</td>', page) == nodes
