@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,12 +12,11 @@ import typer
 
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, named, option
-from hpcdist.errors import UserMistake
+from hpcdist.errors import UserMistake, plural
 from hpcdist.host.log_files import say
 from hpcdist.host.ownership import is_mine, require_mine
 
 if TYPE_CHECKING:
-    from hpcdist.run.folder import RunDir
     from hpcdist.run.rank_requests import LiveCommand
     from hpcdist.run.sweeps import SweepDir
 
@@ -54,13 +53,13 @@ def runs(
     from hpcdist.run.lookup import list_runs
 
     folder = options.runs_dir()
-    all_runs, note = list_runs(folder)
-    notes_on_all = [note] if note else []
     if html is not None:
         if as_json or sort != "created":
             raise UserMistake(f"--html {html} writes a page instead of a list: leave out --json and --sort")
-        _write_page(html, [run for run in all_runs if experiment in (None, run.experiment)])
+        _write_page(html, folder, experiment)
         return
+    all_runs, note = list_runs(folder)
+    notes_on_all = [note] if note else []
     if sort == "best":
         ranked, notes = rank_runs(all_runs, experiment)
         notes += notes_on_all
@@ -77,12 +76,19 @@ def runs(
         show_runs(console(), rows, notes, folder)
 
 
-def _write_page(path: Path, runs: Sequence["RunDir"]) -> None:
-    """Write the page on all runs, and print its path."""
+def _write_page(path: Path, runs_dir: Path, experiment: str | None) -> None:
+    """Write the page on the runs of all users, as far as this user can read them, and print its path."""
     from hpcdist.host.files import write_atomic
     from hpcdist.review.fleet import render_fleet
+    from hpcdist.run.lookup import list_runs_of_all
 
-    write_atomic(path.expanduser(), render_fleet(runs, time.time()))
+    own, others, num_private = list_runs_of_all(runs_dir)
+    others = [run for run in others if not run.path.is_symlink()]  # it may lead to a run that counts already
+    runs = [run for run in (*own, *others) if experiment in (None, run.experiment)]
+    note = ""
+    if num_private:
+        note = f"{plural(num_private, 'folder')} of other users cannot be read: their runs do not count."
+    write_atomic(path.expanduser(), render_fleet(runs, time.time(), note))
     say(str(path))
 
 

@@ -27,19 +27,29 @@ def list_runs(runs_dir: Path) -> tuple[list[RunDir], str]:
 
     The note is empty if there are none.
     """
-    runs = []
-    num_others = 0
-    for folder in _folders(runs_dir):
-        if is_mine(folder):
-            if _is_run(folder):
-                runs.append(RunDir(folder))
-        elif _is_run(folder) or not os.access(folder, os.X_OK):
-            num_others += 1
+    runs, others, num_private = list_runs_of_all(runs_dir)
     note = ""
-    if num_others:
-        others = plural(num_others, "run folder")
-        note = f"{others} of other users skipped: `hpcdist status RUN` shows one by its name"
+    if others or num_private:
+        folders = plural(len(others) + num_private, "run folder")
+        note = f"{folders} of other users skipped: `hpcdist status RUN` shows one by its name"
     return runs, note
+
+
+def list_runs_of_all(runs_dir: Path) -> tuple[list[RunDir], list[RunDir], int]:
+    """Return the runs of the current user, those of other users, and the number of folders that only others can read.
+
+    The runs are ordered by name.
+    """
+    own: list[RunDir] = []
+    others: list[RunDir] = []
+    num_private = 0
+    for folder in _folders(runs_dir):
+        runs = own if is_mine(folder) else others
+        if _is_run(folder):
+            runs.append(RunDir(folder))
+        elif runs is others and not os.access(folder, os.X_OK):
+            num_private += 1
+    return own, others, num_private
 
 
 def find_runs(runs_dir: Path) -> list[RunDir]:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli, Make, Result, SetJob, job, make_sweep, one_line
+from report_scene import BEGAN, account, add_attempt
 from typer.main import get_command
 
 from hpcdist.checks import doctor_report as checks_doctor
@@ -406,6 +408,14 @@ def test_commands_on_all_runs_skip_runs_of_other_users(
     code, out, _ = hpcdist("runs")
     assert (code, "theirs" in out) == (0, False)
     assert "1 run folder of other users skipped: `hpcdist status RUN` shows one by its name" in out
+
+
+def test_page_on_all_runs_has_those_of_other_users(hpcdist: Cli, foreign_run: RunDir, tmp_path: Path) -> None:
+    write_json(foreign_run.environment, {"user": "eve"})
+    began = time.time() - BEGAN - 3600.0
+    add_attempt(foreign_run, began, began + 60.0, [account(began, began + 60.0)])
+    assert hpcdist("runs", "--html", "usage.html").code == 0
+    assert "<td>eve</td>" in (tmp_path / "usage.html").read_text()
 
 
 def test_run_of_another_user_can_be_read_but_not_changed(hpcdist: Cli, foreign_run: RunDir) -> None:
