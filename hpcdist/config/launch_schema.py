@@ -35,7 +35,7 @@ class LaunchConfig(ConfigSection):
     hang_timeout_s: float | None = number(None, above=0)
     """Time without progress after which a hung run is ended; null: 1800 for trainers, scripts are only warned about."""
     idle_timeout_s: float | None = number(None, least=0)
-    """Time without step, output, use of CPU, GPU or files that stops a run; null: 3600 in jobs, else 0: never."""
+    """Time without step, output, use of CPU, GPU or files that stops a run; 0: never; null: 3600 in jobs, else 0."""
     stop_grace_s: float = number(120.0, above=0)
     """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
     max_restarts: int = number(3, least=0)

@@ -179,7 +179,7 @@ class RankRecords:
     def numbered(self, key: str, step: int) -> int:
         """Return the step of a point that may have been logged without one, which MLflow's client turns into 0.
 
-        The points of a metric that has only had step 0 are numbered from 0 in each attempt, since a journal holds one
+        The points of a metric that has only had step 0 are numbered from 0 in each attempt, since reports show one
         point for each step.
         """
         if step != 0:
