@@ -10,10 +10,12 @@ from hpcdist.review.facts import AttemptFacts, read_facts, readable
 from hpcdist.review.ledger import Ledger, cost_of, hours_text, percent, read_ledger, together
 from hpcdist.review.markdown import clock
 from hpcdist.review.report import environment
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import ENDED, RunDir
 
 WEEKS = 4
 _WEEK_S = 7 * 24 * 3600.0
+#: A job may hold its nodes so long after its run has ended. The ledgers of older runs are not read.
+_LONGEST_UPLOAD_S = _WEEK_S
 #: Users with the most time that have a bar, and nodes that are listed.
 _MAX_BARS = 20
 _MAX_NODES = 50
@@ -72,6 +74,9 @@ def render_fleet(runs: Iterable[RunDir], now: float, note: str = "") -> str:
     num_runs = 0
     num_unreadable = 0
     for run in runs:
+        state = readable(run.read_state)
+        if state is not None and state.status in ENDED and (state.ended or begin) + _LONGEST_UPLOAD_S < begin:
+            continue
         ledger = readable(partial(read_ledger, run))
         if ledger is not None and (not ledger.allocated_s or ledger.ended < begin):
             continue

@@ -43,6 +43,8 @@ def test_hours_by_user_and_cause_and_nodes_that_failed(tmp_path: Path, cores: Re
         make_run(tmp_path, "d", "ada", began=0.0, hours=1.0, resources=cores),
         make_run(tmp_path, "old", "eve", began=-40 * DAY_S, hours=5.0, resources=cores),
     ]
+    (runs[-1].path / "attempts").rename(runs[-1].path / "moved")
+    (runs[-1].path / "attempts").touch()
     fail(runs[0], "killed", "g1")
     fail(runs[1], "error", "g2")
     fail(runs[2], "hung", "g1")
@@ -58,6 +60,7 @@ def test_hours_by_user_and_cause_and_nodes_that_failed(tmp_path: Path, cores: Re
     assert '<tr><td class="w">g1</td><td class="n">2</td>' in page
     assert "g2" not in page, "an exception of the code"
     assert "eve" not in page
+    assert "unreadable" not in page, "the ledger of an old run is not read"
 
 
 def test_page_without_runs(tmp_path: Path) -> None:
@@ -71,7 +74,7 @@ def test_killed_supervisor_counts_for_its_node(tmp_path: Path, cores: Resources)
     run = ReportScene(tmp_path).run
     add_attempt(run, 0.0, None, [account(0.0, 60.0)], cores)
     add_attempt(run, 100.0, 200.0, [account(100.0, 200.0)], cores)
-    ReportScene.state_of(run, attempt=2)
+    ReportScene.state_of(run, attempt=2, ended=BEGAN + 200)
     page = render_fleet([run], BEGAN + DAY_S)
     assert '<tr><td class="w">n1</td><td class="n">1</td>' in page
     assert "the supervisor was killed, or its node failed" in page
@@ -89,7 +92,7 @@ def test_nodes_that_slurm_reports_count_and_its_decisions_do_not(tmp_path: Path,
     starts["0"]["failed_nodes"] = "lost1,lost2"
     write_json(run.path / "job.json", {"job_id": "7", "starts": starts})
     write_json(run.attempt(2).failure, failure("was killed by SIGTERM"))
-    ReportScene.state_of(run, status="failed", attempt=4)
+    ReportScene.state_of(run, status="failed", attempt=4, ended=BEGAN + 3100)
     page = render_fleet([run], BEGAN + DAY_S)
     nodes = page.partition("<h2>Nodes</h2>")[2]
     assert re.findall(r'<td class="w">(\w+)</td><td class="n">(.*?)</td>', nodes) == [("lost1", "1"), ("lost2", "1")]
