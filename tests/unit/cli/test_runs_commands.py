@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli, Make, Result, SetJob, job, make_sweep, one_line
-from report_scene import BEGAN, account, add_attempt
+from report_scene import BEGAN, ReportScene, account, add_attempt
 from typer.main import get_command
 
 from hpcdist.checks import doctor_report as checks_doctor
@@ -414,6 +414,7 @@ def test_page_on_all_runs_has_those_of_other_users(hpcdist: Cli, foreign_run: Ru
     write_json(foreign_run.environment, {"user": "eve"})
     began = time.time() - BEGAN - 3600.0
     add_attempt(foreign_run, began, began + 60.0, [account(began, began + 60.0)])
+    ReportScene.state_of(foreign_run, attempt=2, ended=BEGAN + began + 60.0)
     assert hpcdist("runs", "--html", "usage.html").code == 0
     assert "<td>eve</td>" in (tmp_path / "usage.html").read_text()
 
