@@ -180,7 +180,7 @@ class Watch:
         return not_started(absent, num_ranks, why, self.ranks.host_of)
 
     def _hung(self, now: float) -> Failure | None:
-        """Return the failure of ranks that hang: without progress for the limit, and without any sign of computation.
+        """Return the failure of ranks that hang: without progress for the limit, and without any sign of work.
 
         A plain script is ended only if the user has set the limit; otherwise a warning names the evidence.
         """
@@ -250,7 +250,7 @@ class Watch:
             return
         self._warned = True
         self.progress.ignore_changes()
-        evidence = "no rank computes" if self._activities else "the CPU time of the ranks is unknown"
+        evidence = "no rank uses CPU, GPU or files" if self._activities else "the CPU time of the ranks is unknown"
         if summary is not None:
             evidence += f"; {summary.sentence} {self._where_stacks_are}"
         self.report.note(

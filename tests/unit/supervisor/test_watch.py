@@ -230,8 +230,8 @@ def test_deadlock_of_a_script_is_a_warning_by_default(attempt: Attempt, monkeypa
     assert scene.watch.until_over() is None
     (note,) = scene.notes
     assert note == (
-        "the script may hang: no output for 1800 s, and no rank computes; all ranks are in all_reduce (stack traces of"
-        f" all ranks are in {attempt.path}); it is not ended, since launch.hang_timeout_s is not set"
+        "the script may hang: no output for 1800 s, and no rank uses CPU, GPU or files; all ranks are in all_reduce"
+        f" (stack traces of all ranks are in {attempt.path}); it is not ended, since launch.hang_timeout_s is not set"
     )
     assert attempt.silence.read_text() == DEADLOCK.sentence
     assert not attempt.stacks_summary.exists(), "a later failure has another cause"
