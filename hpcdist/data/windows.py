@@ -46,7 +46,7 @@ def permutation(num_items: int, *, seed: int, epoch: int) -> Callable[[Int64Arra
 
 @lru_cache(maxsize=4)  # those of the training and of the held-out windows, and of the next epoch
 def _drawn_order(num_items: int, seed: int) -> Int64Array:
-    """Return all items in the order of `Division.order`, int64 [num_items]."""
+    """Return all items in the order of `BatchDivision.order`, int64 [num_items]."""
     order: Int64Array = torch.randperm(num_items, generator=torch.Generator().manual_seed(seed)).numpy()
     return order
 
