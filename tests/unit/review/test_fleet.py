@@ -41,7 +41,7 @@ def test_hours_by_user_and_cause_and_nodes_that_failed(tmp_path: Path, cores: Re
         make_run(tmp_path, "b", "<bob>", began=0.0, hours=2.0, resources=GPUS),
         make_run(tmp_path, "c", "<bob>", began=0.0, hours=1.0, resources=GPUS),
         make_run(tmp_path, "d", "ada", began=0.0, hours=1.0, resources=cores),
-        make_run(tmp_path, "old", "eve", began=-40 * DAY_S, hours=5.0, resources=cores),
+        make_run(tmp_path, "old", "user-of-an-old-run", began=-40 * DAY_S, hours=5.0, resources=cores),
     ]
     (runs[-1].path / "attempts").rename(runs[-1].path / "moved")
     (runs[-1].path / "attempts").touch()
@@ -59,7 +59,7 @@ def test_hours_by_user_and_cause_and_nodes_that_failed(tmp_path: Path, cores: Re
     assert "compute: 12 GPU-hours" in page
     assert '<tr><td class="w">g1</td><td class="n">2</td>' in page
     assert "g2" not in page, "an exception of the code"
-    assert "eve" not in page
+    assert "user-of-an-old-run" not in page
     assert "unreadable" not in page, "the ledger of an old run is not read"
 
 
