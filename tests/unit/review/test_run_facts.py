@@ -310,7 +310,7 @@ def test_long_series_are_thinned_and_short_ones_exact() -> None:
     assert thinned([], 2) == []
 
 
-def test_value_that_a_later_one_at_its_step_replaces_is_not_shown() -> None:
+def test_replaced_value_at_a_step_is_no_extreme() -> None:
     series = Series()
     for value in (0.5, 9.0, 2.0):
         series.add(1, value)

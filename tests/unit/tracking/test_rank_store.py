@@ -174,7 +174,7 @@ def test_last_of_a_scripts_values_at_one_step_counts(scene: Scene, enter: Enter)
     assert len(scene.client.get_metric_history(scene.run_id, "loss")) == len(falling) + 4
 
 
-def test_latest_of_the_values_of_two_processes_at_one_step_counts(scene: Scene, enter: Enter) -> None:
+def test_latest_value_of_two_processes_at_one_step_counts(scene: Scene, enter: Enter) -> None:
     scene.run.config.write_text("trainer: {script: [train.py]}\n")
     run_id = run_id_of(scene.run)
     enter(pid=os.getppid()).log_metric(run_id, "loss", 1.0, timestamp=1000, step=7)  # in the file that is read last
