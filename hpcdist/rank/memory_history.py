@@ -26,13 +26,13 @@ _MODULE = "torch.cuda"
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 #: torch.OutOfMemoryError, of any device. A script without torch does not import it here.
 _OUT_OF_MEMORY = "OutOfMemoryError"
-#: In messages of RuntimeError: CUDA's driver and cuBLAS allocate memory beside torch's allocator.
-_TEXTS_OF_FULL_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: Parts of messages of RuntimeError: CUDA's driver and cuBLAS allocate memory beside torch's allocator.
+_OUT_OF_MEMORY_MESSAGES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether this process has found too little memory on its GPU."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS_OF_FULL_GPU):
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the GPU of this process is out of memory."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES):
         return True
     return type(error).__name__ == _OUT_OF_MEMORY
 

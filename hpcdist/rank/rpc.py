@@ -25,7 +25,7 @@ from typing import Any
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.memory_history import is_lack_of_memory
+from hpcdist.rank.memory_history import is_out_of_memory
 from hpcdist.rank.rpc_transport import Transport
 
 log = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class RpcGroup:
         self.transport = Transport(ctx, self.names, all_functions, num_threads, self._ends_rank)
 
     def _ends_rank(self, error: Exception) -> bool:
-        """Let `serve` raise the error of a call if it is a lack of GPU memory; return whether it will.
+        """Let `serve` raise the error of a call if the GPU is out of memory; return whether it will.
 
         This rank then ends as one whose own code has failed, and reports what holds the memory of its GPU. Its callers
-        lose their connection to it. A rank that does not serve yet is awaited for a moment.
+        lose their connection to it. A rank that does not serve yet has SERVES_WITHIN_S to begin.
         """
-        if self._ctx.is_main or not is_lack_of_memory(error):
+        if self._ctx.is_main or not is_out_of_memory(error):
             return False
         if not self._is_serving.wait(SERVES_WITHIN_S):
             return False

@@ -35,7 +35,7 @@ from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.admission import Admission, CurveKeys
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import Buffer, cut, split, take_frame
-from hpcdist.rank.memory_history import is_lack_of_memory
+from hpcdist.rank.memory_history import is_out_of_memory
 from hpcdist.rank.network_interface import address_towards
 from hpcdist.rank.rpc_values import decode, encode, from_parts, to_frames
 
@@ -244,7 +244,7 @@ class Transport:
         try:
             value = self._read(content, descriptions, parts)
         except Exception as error:
-            if is_lack_of_memory(error):  # of this rank, which reports it as its own
+            if is_out_of_memory(error):  # of this rank, which reports it as its own
                 pending.future.set_exception(error)
             else:
                 pending.future.set_exception(RemoteError.of(error, self.place))

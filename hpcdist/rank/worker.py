@@ -548,7 +548,7 @@ class Outcome:
         details: dict[str, Any] = {"error": _shorten(text), "peer_lost": is_peer_lost, "traceback": []}
         if trace:
             details["traceback"] = [_shorten(trace)]
-        if memory_history.is_lack_of_memory(error):
+        if memory_history.is_out_of_memory(error):
             details["num_micro_batches"] = self.num_micro_batches()
             details["device_memory"] = memory_history.memory_record(text)
         if isinstance(error, UserMistake | SyntaxError):
