@@ -154,7 +154,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "sharded_checkpoint",
-        (),
+        ("--rounds", "15"),
         (
             Figure("FSDP2 state: stall over `dcp.save`", ("ratios", "stall over dcp.save"), target=0.25),
             Figure("FSDP2 state: stall over `dcp.async_save`", ("ratios", "stall over dcp.async_save"), target=1.0),
