@@ -26,13 +26,15 @@ _MODULE = "torch.cuda"
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 #: torch.OutOfMemoryError, of any device. A script without torch does not import it here.
 _OUT_OF_MEMORY = "OutOfMemoryError"
-#: Parts of messages of RuntimeError: CUDA's driver and cuBLAS allocate memory beside torch's allocator.
-_OUT_OF_MEMORY_MESSAGES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: In messages of RuntimeError: CUDA's driver, cuBLAS and NCCL allocate memory beside torch's allocator.
+_OUT_OF_MEMORY_MESSAGE = re.compile(
+    r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'"
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the GPU of this process is out of memory."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES):
+    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY_MESSAGE.search(str(error)):
         return True
     return type(error).__name__ == _OUT_OF_MEMORY
 

@@ -177,9 +177,14 @@ def test_outcome_of_a_full_gpu_has_its_memory(runs_dir: Path, monkeypatch: pytes
     run = RunDir.create(runs_dir / "exp" / "run")
     monkeypatch.setattr(memory_history, "memory_record", lambda message: {"device": "GPU 0"})
     of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    of_nccl = (
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nCuda failure 2 'out of memory'"
+    )
     for error, expected in (
         (torch.OutOfMemoryError("CUDA out of memory"), {"device": "GPU 0"}),
         (RuntimeError(of_cublas), {"device": "GPU 0"}),
+        (torch.distributed.DistBackendError(of_nccl), {"device": "GPU 0"}),
         (RuntimeError("CUDA error: out of memory"), {"device": "GPU 0"}),
         (RuntimeError("no CUDA out of memory"), None),
     ):
