@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.checkpoint.in_place import Stateful, StoredState
 from hpcdist.checkpoint.initial_weights import initial_weights, load_into
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
+from hpcdist.checkpoint.shard_exchange import ShardExchange
 from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, map_leaves, nearest_first, read_shard
-from hpcdist.checkpoint.state import Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
+from hpcdist.checkpoint.state import Shard, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import (
     CheckpointStore,
     Snapshot,

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Shard as TensorShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hpcdist.checkpoint import state, store
+from hpcdist.checkpoint import shard_exchange, store
 from hpcdist.checkpoint.state import Shard, load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.record_schema import CheckpointConfig
@@ -320,7 +320,7 @@ def test_paths_of_numpy_and_empty_tensors_are_resumed(tmp_path: Path) -> None:
 
 def save_again_after_an_error(here: Rank, path: Path, failing: int) -> str:
     """Save a step twice; the first save of one rank ends with an error of an unreachable file system."""
-    state.OWNER_TIMEOUT_S = 20.0
+    shard_exchange.OWNER_TIMEOUT_S = 20.0
     log_of = logging.getLogger("hpcdist.checkpoint.saver")
     handler = Texts()
     log_of.addHandler(handler)
@@ -328,14 +328,14 @@ def save_again_after_an_error(here: Rank, path: Path, failing: int) -> str:
         net, _ = sharded(ctx, {"shard": 2}, seed=1)
 
         def fail_once(*args: Any, **options: Any) -> Any:
-            state.save_file = store.save_file  # type: ignore[attr-defined]
+            shard_exchange.save_file = store.save_file  # type: ignore[attr-defined]
             ctx._saver._before_publish = None
             raise OSError(errno.ESTALE, "Stale file handle")
 
         if here.rank == failing == 0:
             ctx._saver._before_publish = fail_once
         elif here.rank == failing:
-            state.save_file = fail_once  # type: ignore[attr-defined]
+            shard_exchange.save_file = fail_once  # type: ignore[attr-defined]
         for _ in range(2):
             ctx.save(1, model=net)
         close(ctx)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 
-from hpcdist.checkpoint import state as checkpoint_state
-from hpcdist.checkpoint.state import PendingShards, ShardExchange
+from hpcdist.checkpoint import shard_exchange
+from hpcdist.checkpoint.shard_exchange import PendingShards, ShardExchange
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
 from hpcdist.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def write_with_error(store: Store, rank: int, staging: Path, monkeypatch: pytest
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_state, "save_file", fail)
+        patched.setattr(shard_exchange, "save_file", fail)
         with pytest.raises(CheckpointError, match=r"^rank 1 could not write its shard of step 3: Stale file handle$"):
             write(store, rank, staging)
 
@@ -83,7 +83,7 @@ def test_error_of_an_owner_does_not_disturb_the_others(staging: Path, monkeypatc
 
 
 def test_owner_that_does_not_report_is_named(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_state, "OWNER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(shard_exchange, "OWNER_TIMEOUT_S", 0.01)
     store = HashStore()
     write(store, 1, staging)
     with pytest.raises(CheckpointError, match=r"^rank 2, 3 has not written its shard of step 3 in 0.01 s$"):
