@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hpcdist.run.device_memory import DeviceMemory
+from hpcdist.run.device_memory import OUT_OF_MEMORY_BESIDE_TORCH, DeviceMemory
 
 log = logging.getLogger(__name__)
 #: Of GPUs of NVIDIA and AMD. torch has no such history of others.
@@ -26,15 +26,11 @@ _MODULE = "torch.cuda"
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 #: torch.OutOfMemoryError, of any device. A script without torch does not import it here.
 _OUT_OF_MEMORY = "OutOfMemoryError"
-#: In messages of RuntimeError: CUDA's driver, cuBLAS and NCCL allocate memory beside torch's allocator.
-_OUT_OF_MEMORY_MESSAGE = re.compile(
-    r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'"
-)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the GPU of this process is out of memory."""
-    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY_MESSAGE.search(str(error)):
+    if isinstance(error, RuntimeError) and re.search(OUT_OF_MEMORY_BESIDE_TORCH, str(error)):
         return True
     return type(error).__name__ == _OUT_OF_MEMORY
 

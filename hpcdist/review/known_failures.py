@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpcdist.review.job_ends import HOST_MEMORY_FIX, JOB_ENDS, LESS_MEMORY, NODE_FIX
+from hpcdist.run.device_memory import OUT_OF_MEMORY_BESIDE_TORCH
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ PATTERNS = (
     *MEMORY_PATTERNS,
     Pattern(
         "cuda-out-of-memory",
-        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory"
-        r"|Cuda failure (?:\d+ )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED",
+        rf"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|{OUT_OF_MEMORY_BESIDE_TORCH}",
         "the GPU's memory is full",
         "reduce data.batch_size, or set data.global_batch_size and launch.fit_batch=true, which halves its parts until"
         " they fit; else precision.dtype=bf16, or GPUs with more memory (cluster.constraint)",

@@ -14,6 +14,10 @@ from hpcdist.errors import RunFolderError, memory_size, plural
 from hpcdist.host.json_files import fill
 from hpcdist.run.stack_frames import Frame, caller_of
 
+#: In the messages of CUDA's driver, cuBLAS and NCCL, which allocate memory beside torch's allocator.
+OUT_OF_MEMORY_BESIDE_TORCH = (
+    r"CUDA error: out of memory|Cuda failure (?:\d+ )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED"
+)
 #: Lines of code that are kept: with the line of sums, a reader sees six lines.
 NUM_LINES = 5
 #: Begins the states of blocks that are in use, also those that wait for work of another stream.
