@@ -87,7 +87,7 @@ class StoredState:
         Raises CheckpointError if names or shapes differ from those in the checkpoint, and TrainerError if a module has
         no memory.
         """
-        pending: list[tuple[Stateful, Any]] = []  # objects with their states, which are complete after `fill`
+        pending: list[tuple[Stateful, Any]] = []  # objects with their states, which `ShardReader.fill` completes
         if model is not None:
             self._load_module("model", model, self.model, ())
         for name, value in states.items():
@@ -106,7 +106,7 @@ class StoredState:
             value.load_state_dict(state)
 
     def _load_module(self, name: str, module: nn.Module, saved: Mapping[str, Any], path: tuple[Any, ...]) -> None:
-        """Load a module; its tensors in shards are loaded by `fill`."""
+        """Load a module; `load` reads its tensors in shards at the end."""
         require_memory(module, "restore of the checkpoint")
 
         def key_of(name: str) -> Key:
@@ -156,7 +156,7 @@ class StoredState:
             )
 
     def _copy(self, key: Key, value: Tensor | None, target: Tensor) -> None:
-        """Copy a saved tensor into a tensor of any mesh, or note the target for `fill` if it is in shards."""
+        """Copy a saved tensor into a tensor of any mesh, or note the target for `load`, which reads the shards."""
         self._require_shape(key, value, target)
         targets = targets_of(target)
         if value is None:
@@ -166,7 +166,7 @@ class StoredState:
                 copy_overlap(value, (0,) * value.dim(), each)
 
     def _state_for(self, value: Stateful, saved: Any, name: str) -> Any:
-        """Return a saved state with tensors of the meshes of an object, which `fill` completes."""
+        """Return a saved state with tensors of the meshes of an object, those in shards still empty."""
         if isinstance(value, Optimizer):
             like = dict(_optimizer_tensors(value, saved, name))
         else:

@@ -47,7 +47,7 @@ class BackgroundWriter:
     def copied(self, state: Mapping[str, Any], consume: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Copy the state as `submit` does, and return a function that starts the second thread.
 
-        Call it once all other work of the save is done, for which the threads would compete.
+        Call that function once all other work of the save is done: it would compete with the thread.
         """
         self.settle()  # there is only one set of buffers
         host, self._copies = self._buffers.copy(state)
@@ -123,7 +123,7 @@ class AsyncSaver(BackgroundWriter):
         self._before_publish = before_publish
 
     def needs_write(self, step: int) -> bool:
-        """Wait for the write in progress; return whether a step must be written, or is on disk already.
+        """Wait for the write in progress; return whether a step must be written: not if it is on disk already.
 
         Raises CheckpointError if the step is negative or older than the newest checkpoint, or if an earlier save has
         failed.
@@ -201,9 +201,9 @@ class HostBuffers:
         """Return `state` with every tensor copied to the host, and the CUDA events to wait for before reading it.
 
         Tied weights share one buffer; a view of a larger storage copies only its own bytes. Memory formats are kept. A
-        buffer is reused if the tensor at the same position in the state has the same shape, strides and dtype; a call
-        therefore overwrites the result of the previous call. CUDA copies are queued on the current stream, before
-        later kernels such as the next optimizer step.
+        buffer is reused if the tensor at the same position in the state has the same shape, strides and dtype, and is
+        again on a GPU or not; a call therefore overwrites the result of the previous call. CUDA copies are queued on
+        the current stream, before later kernels such as the next optimizer step.
         """
         walk = _Walk(self._buffers)
         host = walk.visit(state, ())

@@ -247,9 +247,10 @@ def read_shard(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 def nearest_first(num_saved: int, rank: int, world_size: int) -> list[int]:
     """Return the ranks that saved a checkpoint, in the order in which a rank most likely finds its parts.
 
-    First the rank itself: on the same mesh it wrote them all, and on any mesh those of tensors with fewer rows than
-    ranks. Then those around the same place among all ranks, since a mesh divides rows in the order of its ranks. Each
-    file that is opened takes 0.1 s and 1.1 MB for 1,000 tensors.
+    First the rank itself: on the same mesh without replicas it wrote them all, and on any mesh those of tensors with
+    fewer rows than ranks. Then those around the same place among all ranks, since a mesh divides rows in the order of
+    its ranks. With replicas, some parts are found last, in the files of the same place in another replica. Each file
+    that is opened takes 0.1 s and 1.1 MB for 1,000 tensors.
     """
     place = (rank + 0.5) / world_size * num_saved - 0.5
     return sorted(range(num_saved), key=lambda saved: (saved != rank, abs(saved - place)))

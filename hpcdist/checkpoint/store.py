@@ -4,7 +4,7 @@
         model.pt        the model's state dict
         trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank,
                         "sharded": shape and type of each DTensor, if any: see sharded.py}
-        shard-00002.pt  the part of the model that rank 2 owns, if any: see sharded.py
+        shard-00002.pt  the parts of model and trainer's state that rank 2 owns, if any: see sharded.py
         samples.npy     per-sample results of its evaluation: see `ReportData.log_samples`
         manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}

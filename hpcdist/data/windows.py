@@ -1,7 +1,7 @@
 """Windows of fixed length of a file of token ids, in an order of each epoch that is computed and not stored.
 
-The order is a permutation of (seed, epoch). It needs no memory and no reading from the beginning, so the position in
-the training, a step, is all that a resume needs, on any number of ranks.
+The order is a permutation of (seed, epoch). It is neither stored nor read from the beginning, so the position in the
+training, a step, is all that a resume needs, on any number of ranks.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def permutation(num_items: int, *, seed: int, epoch: int) -> Callable[[Int64Arra
     return lambda positions: order[positions]
 
 
-@lru_cache(maxsize=4)  # those of the training and of the held-out windows, and of the next epoch
+@lru_cache(maxsize=2)  # of this epoch and the next
 def _drawn_order(num_items: int, seed: int) -> Int64Array:
     """Return all items in the order of `BatchDivision.order`, int64 [num_items]."""
     order: Int64Array = torch.randperm(num_items, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -1,6 +1,6 @@
 """A decoder on a mesh {replicate, shard, tensor}: tensor parallelism, then FSDP2 of each layer and of the rest.
 
-The mesh always has all three dimensions, and no code depends on which ones are larger. One of size 1 exchanges nothing.
+The mesh always has all three dimensions. One of size 1 exchanges nothing.
 Source of the order (tensor parallelism, activation checkpointing, compilation, FSDP2) and of the plan of a layer:
 https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
 """

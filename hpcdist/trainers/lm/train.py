@@ -382,7 +382,7 @@ def continue_text(
 
 
 def export(ctx: Context, cfg: Config, model: Decoder) -> None:
-    """Export the whole model, unless it is too large for the memory of rank 0. Call it on every rank."""
+    """Export the whole model, which rank 0 holds, up to MAX_EXPORTED_PARAMETERS. Call it on every rank."""
     num_parameters = model.config.num_parameters(model.vocab_size)
     if num_parameters > MAX_EXPORTED_PARAMETERS:
         log.info(
