@@ -66,8 +66,8 @@ def _row_data(ranking: Ranking, placed: Placed) -> dict[str, Any]:
         "kind": ranking.title,
         "place": placed.place,
         "name": _name(row),
-        "metric": row.best.metric,
-        "mode": row.best.mode,
+        "metric": row.best_result.metric,
+        "mode": row.best_result.mode,
         "value": row.measured.mean,
         "text": row.value_text,
         "against_best": None if placed.verdict is None else asdict(placed.verdict),
@@ -80,8 +80,8 @@ def _row_data(ranking: Ranking, placed: Placed) -> dict[str, Any]:
 
 
 def _name(row: RankedRow) -> str:
-    experiment = Path(row.best.folder).parent.name
-    return f"{experiment}/{row.best.name}"
+    experiment = Path(row.best_result.folder).parent.name
+    return f"{experiment}/{row.name}"
 
 
 def show_rankings(console: Console, ranked: Sequence[Ranking], notes: Sequence[str], runs_dir: Path) -> None:

@@ -130,13 +130,10 @@ def _read_sweep_status(sweep: "SweepDir") -> dict[str, object]:
         if os.path.lexists(run.config):
             cells.append({"label": cell.label} | read_status(run))
     settings = []
-    for row in facts.settings:
-        name = row.best.name
-        values = row.measured.values
-        settings.append({"label": name, "values": values, "num_cells": facts.num_cells(name), "text": row.value_text})
     if facts.has_seeds:
-        for name in facts.without_value:
-            settings.append({"label": name, "values": (), "num_cells": facts.num_cells(name), "text": ""})
+        for row in facts.rows:
+            num_cells = len(row.cells)
+            settings.append({"label": row.name, "values": row.values, "num_cells": num_cells, "text": row.value_text})
     return {"sweep": sweep.name, "metric": facts.monitor, "settings": settings, "cells": cells}
 
 

@@ -69,7 +69,6 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     from hpcdist.tracking.series import read_last_values
 
     facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
-    value_title = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
     statuses: list[str] = []
     rows = []
     for cell in facts.cells:
@@ -81,18 +80,19 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
         step = last_beat(run).get("step", cell.step)
         row = [cell.label, status, "" if step is None else str(step)]
         if facts.monitor:
-            row.append("" if cell.metric is None else f"{cell.metric:.6g}")
+            row.append("" if cell.value is None else f"{cell.value:.6g}")
         rows.append([*row, reason])
     head = ["cell", "status", "step"]
     if facts.monitor:
-        head.append(value_title)
+        head.append(facts.value_title)
     print_table(console(), [*head, "reason"], rows, title=sweep.name, num_whole=1)
-    if facts.settings:
-        columns = ("setting", value_title, "against the best", "cells")
-        print_table(console(), columns, facts.setting_rows, title="mean ± s.d. (n seeds)")
+    if facts.has_seeds and facts.ranking.rows:
+        columns = ("setting", facts.value_title, "against the best", "cells")
+        settings = [(row.name, row.value_text, row.against_best, str(len(row.cells))) for row in facts.rows]
+        print_table(console(), columns, settings, title="mean ± s.d. (n seeds)")
     if facts.best is not None and facts.beside_next:
-        kind = "setting" if facts.settings else "cell"
-        say(f"best {kind}: {facts.best.best.name}, {facts.beside_next}")
+        kind = "setting" if facts.has_seeds else "cell"
+        say(f"best {kind}: {facts.best.name}, {facts.beside_next}")
     counts = sorted(Counter(statuses).items())
     say(f"sweep {sweep.name}: {', '.join(f'{number} {status}' for status, number in counts)}")
     return statuses

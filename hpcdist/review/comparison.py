@@ -136,14 +136,14 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
 
     If it is unknown whether higher or lower values are better, the means are not compared.
     """
-    verdicts = facts.against_best
     values = []
-    for row in facts.settings:
-        name = row.best.name
-        metric = f"mean {facts.monitor}"
-        value = ComparedValue(run=name, metric=metric, value=row.measured.mean, text=row.value_text)
-        if name in verdicts:
-            value = _judged(value, verdicts[name])
+    for row in facts.rows:
+        if row.ranked is None or not facts.has_seeds:
+            continue
+        mean = row.ranked.measured.mean
+        value = ComparedValue(run=row.name, metric=f"mean {facts.monitor}", value=mean, text=row.value_text)
+        if row.verdict is not None:
+            value = _judged(value, row.verdict)
         values.append(value)
     return values
 

@@ -121,7 +121,7 @@ class AttemptFacts:
 
     @property
     def is_bug(self) -> bool:
-        """Whether an exception of the code has ended the attempt, and not a signal, a fault or a time limit."""
+        """Whether an error of the code or config has ended it, also one of hpcdist: no signal, fault or time limit."""
         return self.failure in _OF_CODE and not self.is_fault
 
     @property

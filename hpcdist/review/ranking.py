@@ -1,4 +1,4 @@
-"""Results of ended runs, and their order: one table, which MLflow and `hpcdist runs --sort best` show."""
+"""Results of runs and their order, for the table of MLflow and of `hpcdist runs --sort best`, and for sweeps."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -24,10 +24,10 @@ ReadLastValues = Callable[[RunDir], Mapping[str, LastValue]]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of an ended run: its best value, of which metric and data, and its cost."""
+    """The result of a run, ended unless it is a cell of a sweep: its best value, of which metric and data, its cost."""
 
     metric: str  #: empty without a result, as of a run that failed early: only its cost counts
-    mode: str  #: `max` or `min`
+    mode: str  #: `max`, `min`, or empty if it is unknown which values are better
     value: float = 0.0
     is_last: bool = False  #: whether the value is the last one that was logged, not the best one of a checkpoint
     data: str  #: of the evaluation, see `dataset_text`; empty if unknown
@@ -119,31 +119,36 @@ class RankedRow:
     measured: Measured = field(compare=False)  #: without per-sample results
 
     @property
-    def best(self) -> Result:
+    def best_result(self) -> Result:
         return self.results[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the run or setting."""
+        return self.best_result.name
 
     @property
     def short_name(self) -> str:
         """The name without a generated part: `lr=0.1` of `lr=0.1 (ddp-20261122-121700-1a2b)`."""
-        short, _, rest = self.best.name.removesuffix(")").rpartition(" (")
+        short, _, rest = self.name.removesuffix(")").rpartition(" (")
         if short and is_generated(rest):
             return short
-        return self.best.name
+        return self.name
 
     @property
     def order(self) -> tuple[float, float, str]:
         """The key by which the best row comes first; means of equal values differ by the rounding of floats."""
         mean = float(f"{self.measured.mean:.12g}")
-        return mean if self.best.mode == "min" else -mean, self.best.ended, self.best.run_id
+        return mean if self.best_result.mode == "min" else -mean, self.best_result.ended, self.best_result.run_id
 
     @property
     def value_text(self) -> str:
         """The value with its error, of several seeds the mean with their standard deviation."""
         if len(self.results) > 1:
             return mean_text(self.measured.values)
-        value = self.best.value
-        text = with_error(value, share_error(value, self.best.num_samples), f"{value:.6g}")
-        if self.best.setting:
+        value = self.best_result.value
+        text = with_error(value, share_error(value, self.best_result.num_samples), f"{value:.6g}")
+        if self.best_result.setting:
             text += " (n=1)"
         return text
 
@@ -182,15 +187,15 @@ def measure_in(folder_of: Callable[[Result], RunDir | None]) -> Measure:
 
     @cache
     def measure(row: RankedRow) -> Measured:
-        if row.best.setting:
+        if row.best_result.setting:
             return row.measured
-        run = folder_of(row.best)
+        run = folder_of(row.best_result)
         if run is None:
             return row.measured
         facts = readable(lambda: read_facts(run))
         if facts is None or facts.best is None:
             return row.measured
-        if (facts.monitor, facts.best_value) != (row.best.metric, row.best.value):
+        if (facts.monitor, facts.best_value) != (row.best_result.metric, row.best_result.value):
             return row.measured
         return facts.measured()
 
@@ -200,7 +205,7 @@ def measure_in(folder_of: Callable[[Result], RunDir | None]) -> Measure:
 def make_rows(results: Iterable[Result]) -> list[RankedRow]:
     """Return the runs and settings, the best of each kind first; the kind with most rows comes first.
 
-    The order depends on the results alone, so that all processes write the same table.
+    The order depends on the results alone. The verdicts also need the folders of the runs, see `measure_in`.
     """
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
@@ -212,8 +217,8 @@ def make_rows(results: Iterable[Result]) -> list[RankedRow]:
         group.sort(key=lambda result: (result.sort_value, result.ended, result.run_id))
         measured = Measured(values=tuple(result.value for result in group), mode=group[0].mode)
         rows.append(RankedRow(results=tuple(group), measured=measured))
-    counts = Counter(row.best.kind for row in rows)
-    return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
+    counts = Counter(row.best_result.kind for row in rows)
+    return sorted(rows, key=lambda row: (-counts[row.best_result.kind], row.best_result.kind, row.order))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +247,7 @@ class Ranking:
     @property
     def title(self) -> str:
         """The metric, the data of the evaluation, and which value is best."""
-        return " · ".join(part for part in self.rows[0].best.kind if part)
+        return " · ".join(part for part in self.rows[0].best_result.kind if part)
 
     @property
     def beside_next(self) -> str:
@@ -250,7 +255,7 @@ class Ranking:
         if len(self.rows) <= 1:
             return ""
         best, second = self.rows[:2]
-        return judge(self.measure(second), self.measure(best)).beside(second.short_name)
+        return judge(base=self.measure(second), other=self.measure(best)).beside(second.short_name)
 
     def placed(self, limit: int | None = None) -> list[Placed]:
         """Return the first `limit` rows, by default all, with their places and verdicts."""
@@ -260,12 +265,12 @@ class Ranking:
         for row in self.rows[:limit]:
             verdict = None
             if row is not best:
-                verdict = judge(self.measure(best), self.measure(row))
+                verdict = judge(base=self.measure(best), other=self.measure(row))
             shown.append(Placed(place=1 + bisect_left(values, row.order[0]), row=row, verdict=verdict))
         return shown
 
 
 def rankings(results: Iterable[Result], measure: Measure) -> list[Ranking]:
     """Return the rankings of all kinds of results; the kind with most rows comes first."""
-    groups = groupby(make_rows(results), lambda row: row.best.kind)
+    groups = groupby(make_rows(results), lambda row: row.best_result.kind)
     return [Ranking(rows=list(rows), measure=measure) for _, rows in groups]

@@ -124,7 +124,7 @@ def render_sweep(
         "spent": spent,
         "pages": pages,
         "cost": cost,
-        "verdicts": facts.against_best,
+        "verdicts": {row.name: row.verdict for row in facts.rows if row.verdict is not None},
         "ledger": together(spent.values()),
         "setup": sweep_setup(facts, sweep),
         "charts_of_sweep": drawn.values(),

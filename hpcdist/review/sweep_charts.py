@@ -47,7 +47,7 @@ def sweep_charts(
         spent: the ledger of each cell by its name.
     """
     rows = facts.ranking.rows[:MAX_SETTINGS]
-    colours = {row.best.name: colour_of(index) for index, row in enumerate(rows)}
+    colours = {row.name: colour_of(index) for index, row in enumerate(rows)}
     charts = {}
     figure = curves(facts, series, colours)
     if figure:
@@ -189,7 +189,7 @@ def cost_chart(facts: SweepFacts, spent: Mapping[str, Ledger], colours: Mapping[
     points: dict[str, Point] = {}
     unit = ""
     for row in facts.ranking.rows:
-        name = row.best.name
+        name = row.name
         ledgers = [spent[cell.name] for cell in _cells_of(facts, name) if cell.name in spent]
         allocated = [ledger.allocated_s for ledger in ledgers if ledger.allocated_s]
         if allocated:

@@ -33,9 +33,45 @@ class CellFacts:
     values: dict[str, Any]  #: by swept key
     label: str
     status: str  #: that of its state file; `missing` or `unreadable` without one
-    metric: float | None = None  #: best value of the monitored metric, or last value of another one
+    value: float | None = None  #: of the sweep's metric, see `SweepFacts`; None without one
     step: int | None = None  #: step of that value
     page: str = ""  #: address in MLflow's UI; empty before the cell is uploaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRow:
+    """A setting of a sweep, without seeds a single cell, as tables show it."""
+
+    name: str
+    cells: Sequence[CellFacts]
+    ranked: RankedRow | None = None  #: None without a value
+    verdict: Verdict | None = None  #: against the best row; None for the best one, and if it is unknown
+    is_best: bool = False  #: whether it is the best of several rows with values
+
+    @property
+    def values(self) -> Sequence[float]:
+        """The values of its cells; empty without any."""
+        return self.ranked.measured.values if self.ranked else ()
+
+    @property
+    def value_text(self) -> str:
+        """Its value, of several seeds the mean with their standard deviation; empty without one."""
+        return self.ranked.value_text if self.ranked else ""
+
+    @property
+    def against_best(self) -> str:
+        """The verdict as text, `the best` for the best row; empty if there is none."""
+        if self.is_best:
+            return "the best"
+        return self.verdict.text if self.verdict else ""
+
+    @property
+    def state(self) -> str:
+        """`finished` for a single cell, and `1 failed, 2 finished` for several ones."""
+        counts = Counter(cell.status for cell in self.cells)
+        if counts.total() == 1:
+            return next(iter(counts))
+        return ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +83,7 @@ class SweepFacts:
     monitor: str  #: the metric of the cells; empty if they have logged none
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
-    is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that were logged
+    is_last: bool = False  #: whether values are the last ones that were logged, not the best ones of checkpoints
     folder: Path | None = None  #: of the experiment, with the folders of the cells
 
     @cached_property
@@ -80,19 +116,19 @@ class SweepFacts:
     def result_of(self, cell: CellFacts) -> float | None:
         """Return the value with which a cell counts; None without one.
 
-        As in `read_result`, a last value counts only of a finished cell, since another one may have ended anywhere.
+        As in `logged_result`, a last value counts only of a finished cell, since another one may have ended anywhere.
         """
-        if not self.is_best and cell.status != "finished":
+        if self.is_last and cell.status != "finished":
             return None
-        if cell.metric is None or not abs(cell.metric) <= LARGEST_VALUE:  # NaN included
+        if cell.value is None or not abs(cell.value) <= LARGEST_VALUE:  # NaN included
             return None
-        return cell.metric
+        return cell.value
 
     def _measure(self, row: RankedRow) -> Measured:
         """Return the values of a row; those of a cell with its per-sample results."""
         measured = self._read(row)
         if measured.data is None and not _DATA_KEYS.isdisjoint(self.keys):  # each setting has data of its own
-            return replace(measured, data=DatasetRecord(name=row.best.name))
+            return replace(measured, data=DatasetRecord(name=row.name))
         return measured
 
     @cached_property
@@ -100,28 +136,21 @@ class SweepFacts:
         return measure_in(self._folder_of)
 
     def _folder_of(self, result: Result) -> RunDir | None:
-        if self.folder is None or not self.is_best:
+        if self.folder is None or self.is_last:
             return None
         return RunDir(self.folder / result.folder)
+
+    @property
+    def value_title(self) -> str:
+        """The metric with the kind of its values: `best eval/accuracy` or `last val/loss`; `Value` without a metric."""
+        if not self.monitor:
+            return "Value"
+        return f"{'last' if self.is_last else 'best'} {self.monitor}"
 
     @property
     def has_seeds(self) -> bool:
         """Whether cells differ by their seed, so that settings are compared instead of cells."""
         return REPETITION in self.keys
-
-    @property
-    def settings(self) -> Sequence[RankedRow]:
-        """The rows of `ranking` of a sweep over seeds; empty without seeds."""
-        if not self.has_seeds:
-            return ()
-        return self.ranking.rows
-
-    @property
-    def without_value(self) -> list[str]:
-        """The names of the settings, without seeds of the cells, that are not in `ranking`."""
-        ranked = {row.best.name for row in self.ranking.rows}
-        names = dict.fromkeys(setting_of(cell.values) for cell in self.cells)
-        return [name for name in names if name not in ranked]
 
     @property
     def best(self) -> RankedRow | None:
@@ -130,14 +159,6 @@ class SweepFacts:
             return None
         return self.ranking.rows[0]
 
-    @cached_property
-    def against_best(self) -> dict[str, Verdict]:
-        """The verdicts on the other settings, without seeds the cells, against the best one; empty if it is unknown."""
-        if self.best is None:
-            return {}
-        verdicts = {placed.row.best.name: placed.verdict for placed in self.ranking.placed()}
-        return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
-
     @property
     def beside_next(self) -> str:
         """`within noise of lr=0.2`: the best setting or cell against the next one; empty if there is none."""
@@ -145,33 +166,22 @@ class SweepFacts:
             return ""
         return self.ranking.beside_next
 
-    @property
-    def verdict_texts(self) -> dict[str, str]:
-        """The verdicts of `against_best` as text, with `the best` for the best one."""
-        texts = {name: verdict.text for name, verdict in self.against_best.items()}
-        if self.best is not None and texts:
-            texts[self.best.best.name] = "the best"
-        return texts
-
-    @property
-    def setting_rows(self) -> list[tuple[str, str, str, str]]:
-        """A row for each setting: label, mean with deviation, verdict against the best one, number of cells.
-
-        Settings without a value come last. Empty without seeds.
-        """
-        if not self.has_seeds:
-            return []
-        verdicts = self.verdict_texts
+    @cached_property
+    def rows(self) -> Sequence[SweepRow]:
+        """A row for each setting, without seeds for each cell: the best one first, those without a value last."""
+        cells: dict[str, list[CellFacts]] = {}
+        for cell in self.cells:
+            cells.setdefault(setting_of(cell.values), []).append(cell)
+        verdicts: dict[str, Verdict | None] = {}
+        if self.best is not None:
+            verdicts = {placed.row.name: placed.verdict for placed in self.ranking.placed()}
+        ranked = {row.name: row for row in self.ranking.rows}
         rows = []
-        for row in self.settings:
-            name = row.best.name
-            rows.append((name, row.value_text, verdicts.get(name, ""), str(self.num_cells(name))))
-        rows += [(name, "", "", str(self.num_cells(name))) for name in self.without_value]
-        return rows
-
-    def num_cells(self, setting: str) -> int:
-        """Return the number of cells of a setting, also of those without a value."""
-        return sum(setting_of(cell.values) == setting for cell in self.cells)
+        for name, row in ranked.items():
+            is_best = row is self.best and len(ranked) > 1
+            verdict = verdicts.get(name)
+            rows.append(SweepRow(name=name, cells=cells[name], ranked=row, verdict=verdict, is_best=is_best))
+        return rows + [SweepRow(name=name, cells=cells[name]) for name in cells if name not in ranked]
 
     @property
     def ranked_cells(self) -> list[CellFacts]:
@@ -195,8 +205,8 @@ def read_sweep_facts(sweep: SweepDir, state: State, read_last: ReadLastValues) -
     cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
     metric = monitor.monitor
     mode = str(monitor.monitor_mode)
-    is_best = any(cell.metric is not None for cell in cells)
-    if not is_best:  # no evaluated checkpoints, as in runs of scripts
+    is_last = all(cell.value is None for cell in cells)
+    if is_last:  # no evaluated checkpoints, as in runs of scripts
         logged = [readable(partial(read_last, run)) or {} for run in runs]
         of_finished = [values for cell, values in zip(cells, logged, strict=True) if cell.status == "finished"]
         metric, mode = common_metric(of_finished or logged, metric, mode)
@@ -207,7 +217,7 @@ def read_sweep_facts(sweep: SweepDir, state: State, read_last: ReadLastValues) -
         monitor=metric,
         monitor_mode=mode,
         cells=tuple(cells),
-        is_best=is_best,
+        is_last=is_last,
         folder=sweep.path.parent,
     )
 
@@ -227,17 +237,17 @@ def _read_cell(run: RunDir, cell: Mapping[str, Any], monitor: CheckpointConfig) 
         status = "unreadable"
     else:
         status = "missing"
-    metric = None
+    value = None
     step = None
     if best is not None:
-        metric = best.metrics[monitor.monitor]
+        value = best.metrics[monitor.monitor]
         step = best.step
     return CellFacts(
         name=run.name,
         values=cell["values"],
         label=cell["label"],
         status=status,
-        metric=metric,
+        value=value,
         step=step,
         page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
     )
@@ -248,7 +258,7 @@ def _with_last_value(cell: CellFacts, logged: Mapping[str, LastValue], metric: s
     last = logged.get(metric)
     if last is None:
         return cell
-    return replace(cell, metric=last.value, step=last.step)
+    return replace(cell, value=last.value, step=last.step)
 
 
 #: Rows of `setup_rows` that a sweep shows of its first cell.
@@ -307,10 +317,11 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int, as
 
 def _best_line(facts: SweepFacts, best: RankedRow) -> str:
     kind = "setting" if facts.has_seeds else "cell"
-    page = next((cell.page for cell in facts.cells if cell.label == best.best.name), "")
+    page = next((cell.page for cell in facts.cells if cell.label == best.name), "")
     direction = "lowest" if facts.monitor_mode == "min" else "highest"
-    title = link(escaped(best.best.name, 100), page)
-    line = f"Best {kind}: {title} with **{escaped(facts.monitor)} = {best.value_text}** ({direction} is best)"
+    title = link(escaped(best.name, 100), page)
+    metric = facts.value_title if facts.is_last else facts.monitor
+    line = f"Best {kind}: {title} with **{escaped(metric)} = {best.value_text}** ({direction} is best)"
     beside_next = facts.beside_next
     if beside_next:
         line += f", {escaped(beside_next)}"
@@ -318,30 +329,16 @@ def _best_line(facts: SweepFacts, best: RankedRow) -> str:
 
 
 def _table(facts: SweepFacts, num_kept: int) -> str:
-    """Return a row for each setting, without seeds for each cell: the best one first, those without a value last."""
-    states: dict[str, Counter[str]] = {}
-    for cell in facts.cells:
-        states.setdefault(setting_of(cell.values), Counter())[cell.status] += 1
+    """Return the first rows of a sweep as a table."""
     pages = {cell.label: cell.page for cell in facts.cells}
-    verdicts = facts.verdict_texts
     rows = []
-    for row in facts.ranking.rows:
-        name = row.best.name
-        title = link(escaped(name, 100), pages.get(name, ""))
-        rows.append((title, row.value_text, verdicts.get(name, ""), row.steps_text, _counted(states[name])))
-    for name in facts.without_value:
-        title = link(escaped(name, 100), pages.get(name, ""))
-        rows.append((title, "", "", "", _counted(states[name])))
+    for row in facts.rows:
+        title = link(escaped(row.name, 100), pages.get(row.name, ""))
+        steps = row.ranked.steps_text if row.ranked else ""
+        rows.append((title, row.value_text, row.against_best, steps, row.state))
     first = "Setting" if facts.has_seeds else "Run"
-    text = table((first, facts.monitor or "Value", "Against the best", "At step", "State"), rows[:num_kept])
+    text = table((first, facts.value_title, "Against the best", "At step", "State"), rows[:num_kept])
     left_out = len(rows) - num_kept
     if left_out > 0:
         text += f"\n\n{left_out} more"
     return text
-
-
-def _counted(states: Counter[str]) -> str:
-    """Return `finished` for a single cell, and `1 failed, 2 finished` for several ones."""
-    if states.total() == 1:
-        return next(iter(states))
-    return ", ".join(f"{number} {status}" for status, number in sorted(states.items()))

@@ -69,28 +69,28 @@ class Verdict:
         return f"{self.word} ({signed(self.delta, self.interval)})"
 
 
-def judge(first: Measured, second: Measured) -> Verdict:
-    """Return the verdict on the second result against the first one, of the same metric.
+def judge(base: Measured, other: Measured) -> Verdict:
+    """Return the verdict on another result against `base`, of the same metric.
 
     This is the only function that decides. Per-sample results of the same data are paired; otherwise the seeds of
     two settings are compared.
     """
     # Means of equal values may differ by the rounding of floats.
-    is_same = math.isclose(first.mean, second.mean, rel_tol=1e-12)
-    delta = 0.0 if is_same else second.mean - first.mean
-    if is_other_data(first.data, second.data):
+    is_same = math.isclose(base.mean, other.mean, rel_tol=1e-12)
+    delta = 0.0 if is_same else other.mean - base.mean
+    if is_other_data(base.data, other.data):
         return Verdict(delta=delta, word=OTHER_DATA)
     interval = None
     method = ""
-    if _have_same_samples(first, second):
-        interval = _paired_interval(first.samples, second.samples)
-        method = f"paired, {len(first.samples):,} samples"
-    elif min(len(first.values), len(second.values)) >= MIN_SEEDS:
-        interval = _interval_of_means(first.values, second.values)
-        method = f"{len(second.values)} against {len(first.values)} seeds"
+    if _have_same_samples(base, other):
+        interval = _paired_interval(base.samples, other.samples)
+        method = f"paired, {len(base.samples):,} samples"
+    elif min(len(base.values), len(other.values)) >= MIN_SEEDS:
+        interval = _interval_of_means(base.values, other.values)
+        method = f"{len(other.values)} against {len(base.values)} seeds"
     if interval is None:
         return Verdict(delta=delta, word=FEW, method=_MISSING)
-    return Verdict(delta=delta, word=_word(interval, second.mode), interval=interval, method=method)
+    return Verdict(delta=delta, word=_word(interval, other.mode), interval=interval, method=method)
 
 
 def _word(interval: tuple[float, float], mode: str) -> str:

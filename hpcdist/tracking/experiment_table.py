@@ -43,7 +43,8 @@ _NO_RESULT = (
     " or lines that match `tracking.stdout_metrics`."
     " `hpcdist compare A B` compares the metrics of two runs."
 )
-#: Each repetition means that another run has ended in the same fraction of a second.
+#: The last repetition only reads. Each further one means that another run has ended in the same fraction of a second,
+#: or that a process on a machine without these run folders has written its verdicts.
 _MAX_WRITES = 10
 
 
@@ -168,14 +169,14 @@ def describe_experiment(experiment: str, results: Sequence[Result], experiment_i
 def _cells(placed: Placed, experiment_id: str) -> list[str]:
     """Return the cells of a row; the columns are _COLUMNS."""
     row = placed.row
-    name = link(row.best.name, run_page(experiment_id, _run_id(row)))
+    name = link(row.name, run_page(experiment_id, _run_id(row)))
     report = link("report", run_page(experiment_id, _run_id(row), "report.html"))
     return [str(placed.place), name, row.value_text, placed.verdict_text, row.steps_text, row.state, row.cost, report]
 
 
 def _run_id(row: RankedRow) -> str:
     """Return the MLflow run that stands for a row: the sweep of a setting, otherwise the run itself."""
-    return row.best.parent if row.best.setting else row.best.run_id
+    return row.best_result.parent if row.best_result.setting else row.best_result.run_id
 
 
 def _headline(ranking: Ranking, num_rows: int, experiment_id: str) -> str:
@@ -185,7 +186,7 @@ def _headline(ranking: Ranking, num_rows: int, experiment_id: str) -> str:
     """
     best = ranking.rows[0]
     page = link(best.short_name, run_page(experiment_id, _run_id(best)))
-    words = f"Best {escaped(best.best.metric)}: {best.value_text}, **{page}**"
+    words = f"Best {escaped(best.best_result.metric)}: {best.value_text}, **{page}**"
     if best.state not in ("", "finished"):
         words += f" ({escaped(best.state)})"
     verdict = ranking.beside_next

@@ -95,13 +95,13 @@ class ParentRun:
                 cost = f"{total}; {cost}"
             text = describe_sweep(facts, setup, cost=cost, report=report, max_chars=MAX_DESCRIPTION)
             set_note(opened, text)
-            if facts.is_best and facts.best is not None:
-                best = f"{facts.best.value_text}: {facts.best.best.name}"
+            if facts.best is not None and not facts.is_last:
+                best = f"{facts.best.value_text}: {facts.best.name}"
                 if facts.beside_next:
                     best += f", {facts.beside_next}"
                 tags["hpcdist.best"] = best
                 mean = facts.best.measured.mean
-                num_values = sum(cell.metric is not None for cell in facts.cells)
+                num_values = sum(cell.value is not None for cell in facts.cells)
                 opened.log_points([Point(best_metric(facts.monitor), mean, int(time.time() * 1000), num_values)])
             opened.set_tags(tags)
             ended_ms = None

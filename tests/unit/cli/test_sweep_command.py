@@ -93,7 +93,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
 
     sweep = SweepDir(Path("runs/hpcdist", name))
     facts = read_sweep_facts(sweep, sweep.read_state(), read_last_values)
-    assert "Best cell: lr\\=0\\.1 with **loss = 0.25** (lowest is best)" in describe_sweep(facts, max_chars=8000)
+    assert "Best cell: lr\\=0\\.1 with **last loss = 0.25** (lowest is best)" in describe_sweep(facts, max_chars=8000)
 
     # A later command adds a value; its cells have other arguments, but it is the same sweep.
     result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.001", "--dry-run")

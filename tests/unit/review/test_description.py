@@ -337,13 +337,18 @@ def test_newest_sample_of_a_trainer_is_a_block_of_code() -> None:
     assert "".join(lines) == "x" * 600 + "…"
 
 
+def setting_rows(facts: SweepFacts) -> list[tuple[str, str, str, str]]:
+    """Return name, value, verdict and number of cells of each setting."""
+    return [(row.name, row.value_text, row.against_best, str(len(row.cells))) for row in facts.rows]
+
+
 def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     cells = [
         CellFacts(
             values={"seed": seed, "optim.lr": lr},
             label=f"seed={seed} lr={lr}",
             status="failed" if value is None else "finished",
-            metric=value,
+            value=value,
         )
         for lr, values in ((0.1, (0.99, 0.90, 0.93)), (0.2, (0.95, 0.96, 0.94)), (0.3, (0.5, None, None)))
         for seed, value in enumerate(values)
@@ -355,7 +360,7 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     assert text.startswith(
         "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 s.d. (n=3)** (highest is best), "
         "within noise of lr=0.1\n\nState at 1970-01-01 00:26 UTC, when it ended.\n\n"
-        "| Setting | eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
+        "| Setting | best eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
         "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | the best |  | 3 finished |\n"
         "| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | within noise (-0.01) |  | 3 finished |\n"
         "| lr=0.3 | 0.5 (n=1) | too few seeds (-0.45) |  | 2 failed, 1 finished |"
@@ -370,20 +375,20 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     assert [(one.run, one.verdict) for one in unknown] == [("lr=0.2", ""), ("lr=0.1", ""), ("lr=0.3", "")]
     on_other_data = compare_settings(replace(facts, keys=("seed", "data.name")))
     assert [one.verdict for one in on_other_data] == ["", *2 * ["not comparable (other data)"]]
-    diverged = replace(facts, cells=(*cells, *(replace(cells[0], metric=one) for one in (math.nan, math.inf, 1e300))))
-    assert diverged.setting_rows[:2] == [
+    diverged = replace(facts, cells=(*cells, *(replace(cells[0], value=one) for one in (math.nan, math.inf, 1e300))))
+    assert setting_rows(diverged)[:2] == [
         ("lr=0.2", "0.95 ± 0.01 s.d. (n=3)", "the best", "3"),
         ("lr=0.1", "0.94 ± 0.05 s.d. (n=3)", "within noise (-0.01)", "6"),
     ]
-    worst = replace(facts, monitor_mode="min").setting_rows
+    worst = setting_rows(replace(facts, monitor_mode="min"))
     assert [name for name, *_ in worst] == ["lr=0.3", "lr=0.1", "lr=0.2"]
     without = replace(
-        facts, cells=tuple(replace(cell, metric=None) if "lr=0.1" in cell.label else cell for cell in cells)
+        facts, cells=tuple(replace(cell, value=None) if "lr=0.1" in cell.label else cell for cell in cells)
     )
-    assert without.setting_rows[2:] == [("lr=0.1", "", "", "3")], "a setting whose runs have failed is listed"
+    assert setting_rows(without)[2:] == [("lr=0.1", "", "", "3")], "a setting whose runs have failed is listed"
     alone = replace(facts, keys=("seed",), cells=tuple(replace(cell, values={"seed": 1}) for cell in cells[:3]))
-    assert alone.setting_rows == [("all seeds", "0.94 ± 0.05 s.d. (n=3)", "", "3")]
-    assert replace(facts, keys=("optim.lr",)).settings == ()
+    assert setting_rows(alone) == [("all seeds", "0.94 ± 0.05 s.d. (n=3)", "", "3")]
+    assert compare_settings(replace(facts, keys=("optim.lr",))) == []
 
 
 def test_cause_of_the_end_is_not_repeated_in_the_last_attempt() -> None:
@@ -399,10 +404,10 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     cells = [
         CellFacts(name="a", values={"optim.lr": 0.1}, label="lr=0.1", status="failed"),
         CellFacts(
-            name="b", values={"optim.lr": 0.2}, label="lr=0.2", status="finished", metric=0.5, step=10, page="#/a"
+            name="b", values={"optim.lr": 0.2}, label="lr=0.2", status="finished", value=0.5, step=10, page="#/a"
         ),
         CellFacts(
-            name="c", values={"optim.lr": 0.3}, label="lr=0.3", status="finished", metric=0.75, step=20, page="#/b"
+            name="c", values={"optim.lr": 0.3}, label="lr=0.3", status="finished", value=0.75, step=20, page="#/b"
         ),
     ]
     state = State(status="running", reason="3 cells: 1 failed, 1 finished, 1 running")
@@ -411,7 +416,7 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
         "**running**: 3 cells: 1 failed, 1 finished, 1 running\n\n"
         "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best), too few seeds to tell from lr=0.2\n\n"
         "State at 1970-01-01 00:38 UTC.\n\n"
-        "| Run | eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
+        "| Run | best eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
         "| [lr=0.3](#/b) | 0.75 | the best | 20 | finished |\n"
         "| [lr=0.2](#/a) | 0.5 | too few seeds (-0.25) | 10 | finished |\n"
         "| lr=0.1 |  |  |  | failed |"
@@ -424,7 +429,7 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     assert "\n\n### Setup of lr=0.1\n\n" in with_setup
     assert with_setup.endswith("| **Data** | digits (test)<br>letters |")
     numbered = [
-        replace(cells[1], name=f"c{number}", values={"optim.lr": number}, metric=float(number)) for number in range(500)
+        replace(cells[1], name=f"c{number}", values={"optim.lr": number}, value=float(number)) for number in range(500)
     ]
     many = replace(facts, cells=tuple(numbered))
     text = describe_sweep(many, cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)

@@ -18,7 +18,7 @@ def sweep_of(cells: Sequence[tuple[Mapping[str, Any], float | None]], mode: str 
     """Return the facts of a sweep with these swept values and metrics of its cells `c0`, `c1`, …"""
     facts = []
     for index, (values, metric) in enumerate(cells):
-        facts.append(CellFacts(name=f"c{index}", values=dict(values), label="cell", status="finished", metric=metric))
+        facts.append(CellFacts(name=f"c{index}", values=dict(values), label="cell", status="finished", value=metric))
     keys = tuple(cells[0][0])
     state = State(status="finished")
     return SweepFacts(state=state, keys=keys, monitor="eval/accuracy", monitor_mode=mode, cells=tuple(facts))

@@ -89,7 +89,7 @@ def test_command_shows_the_rows_of_the_table(scene: Scene, end: End) -> None:
     in_mlflow = re.findall(r"\n\| (\d)\| \[(\w+)\]\(.*?\)\| ([\d. ±]+)\| (.+?)\|", note)
     (ranking,), _ = rank_runs(find_runs(scene.run.path.parent.parent))
     assert in_mlflow == [
-        (str(row.place), row.row.best.name, row.row.value_text, row.verdict_text) for row in ranking.placed()
+        (str(row.place), row.row.name, row.row.value_text, row.verdict_text) for row in ranking.placed()
     ]
     assert len(in_mlflow) == 3
 

@@ -151,8 +151,8 @@ def facts_of(sweep: SweepDir) -> SweepFacts:
 
 def test_sweep_over_printed_values_is_ranked_and_drawn(sweep: SweepDir) -> None:
     facts = facts_of(sweep)
-    assert (facts.monitor, facts.monitor_mode, facts.is_best) == ("val/loss", "min", False)
-    assert [(row.best.name, row.best.value, row.best.step) for row in facts.ranking.rows] == [
+    assert (facts.monitor, facts.monitor_mode, facts.is_last) == ("val/loss", "min", True)
+    assert [(row.name, row.best_result.value, row.best_result.step) for row in facts.ranking.rows] == [
         ("lr=0.2", 0.5, 40),
         ("lr=0.1", 1.0, 40),
         ("lr=0.3", 2.0, 40),
@@ -167,14 +167,14 @@ def test_unfinished_cell_is_not_the_best(sweep: SweepDir, status: str) -> None:
     train(RunDir(sweep.path.parent / "tune-lr_0.2"), print_lines, {0: 4.0, 20: 0.125}, status=status)
     facts = facts_of(sweep)
     (ranking,), _ = rank_runs(find_runs(sweep.path.parent.parent))
-    names = [placed.row.best.name for placed in ranking.placed()]
-    assert [f"tune-{row.best.name.replace('=', '_')}" for row in facts.ranking.rows] == names
+    names = [placed.row.name for placed in ranking.placed()]
+    assert [f"tune-{row.name.replace('=', '_')}" for row in facts.ranking.rows] == names
     assert names == ["tune-lr_0.1", "tune-lr_0.3"]
     assert [cell.label for cell in facts.ranked_cells] == ["lr=0.1", "lr=0.3", "lr=0.2"]
-    assert (facts.cells[1].metric, facts.cells[1].step) == (0.125, 20), "its last value is shown"
+    assert (facts.cells[1].value, facts.cells[1].step) == (0.125, 20), "its last value is shown"
     chart = charts_of(sweep, facts, {}, read_series)["params.lr"]
     assert str(chart.figure).count("<circle") == 2
-    equal = replace(facts, cells=tuple(replace(cell, metric=1.0) for cell in facts.cells[:2]))
+    equal = replace(facts, cells=tuple(replace(cell, value=1.0) for cell in facts.cells[:2]))
     assert render_sweep(sweep, equal, ledgers_of(sweep.cells()), {}).count("★ ") == 1
 
 
@@ -193,4 +193,4 @@ def test_cell_that_failed_early_does_not_choose_the_metric(tmp_path: Path) -> No
         cells.append({"name": run.name, "label": f"lr={number}", "values": {"params.lr": number}})
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": ["params.lr"], "base": {}, "cells": cells})
     (ranking,), _ = rank_runs(find_runs(tmp_path / "runs"))
-    assert facts_of(sweep).monitor == ranking.rows[0].best.metric == "eval/loss"
+    assert facts_of(sweep).monitor == ranking.rows[0].best_result.metric == "eval/loss"
