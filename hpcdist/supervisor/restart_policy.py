@@ -9,7 +9,8 @@ from hpcdist.host.cgroups import MemoryKill
 from hpcdist.review.known_failures import first_match
 from hpcdist.run.exit_error import without_last_line
 
-#: `child_killed`: the ranks have ended with success, but without one of their child processes.
+#: `child_killed`: the ranks have ended with success, but without one of their child processes. `out_of_memory`: the
+#: kernel killed the rank; a full GPU is an `error`. `interrupted`: Slurm's signal ended the start of its container.
 Kind = Literal[
     "error", "killed", "out_of_memory", "child_killed", "hung", "rejected", "unfit", "vanished", "not_started",
     "interrupted", "lost",

@@ -1,7 +1,8 @@
 """The charts of a node's system metrics: few of them, independent of the number of GPUs.
 
-A rank records all metrics of its node, five for each GPU among them. MLflow gets those of `_OF_NODE`, and one over all
-GPUs for each of `_OF_GPUS`: at most eight series. The report shows the range and the median of all.
+A rank records all metrics of its node, five for each GPU among them (`rank/system_metrics.py`). MLflow gets those of
+`_OF_NODE`, and one over all GPUs for each of `_OF_GPUS`: at most eight series. Others are only in the report, which
+shows the range and the median of all. Of several nodes, `NodeCharts` keeps one value.
 """
 
 import re
