@@ -6,7 +6,7 @@ import re
 
 from generators.tables import ROOT, cell, code, table
 
-#: Question, answer, script. `{}` in an answer is the measured figure whose name in RESULTS.md matches the next pattern.
+#: Question, answer, script. `{}` in an answer is a measured figure: the next pattern matches its name in RESULTS.md.
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (
         "How long from SIGKILL of a rank to the next step?",
@@ -21,7 +21,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "slurm_recovery",
     ),
     (
-        "How many useful steps does a training do whose ranks are killed at random?",
+        "How many useful steps does a training do if its ranks are killed at random?",
         "torchrun with `torch.save` does {} of hpcdist's, Lightning {}",
         (r"useful steps/s with kills: torchrun.*", r"useful steps/s with kills: Lightning.*"),
         "goodput",
@@ -109,7 +109,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "scale",
     ),
     (
-        "What does forking a rank take?",
+        "How much does forking a rank cost?",
         "{} of CPU time; its parent {} of memory",
         (r"CPU time of forking a rank", r"memory of the process that forks ranks.*"),
         "fork_cost",

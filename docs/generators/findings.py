@@ -21,7 +21,7 @@ from hpcdist.review.pending_job import WAITING
 
 #: The functions of hpcdist.host.check_result that create findings, without that of results without a problem.
 FUNCTIONS = ("Check", "note", "warning", "failure")
-#: The modules whose findings are about the nodes of a job; some of them are doctor's as well.
+#: The modules with findings about the nodes of a job; some of them are doctor's as well.
 PREFLIGHT = (
     "hpcdist.checks.node_facts",
     "hpcdist.checks.node_links",
@@ -77,7 +77,7 @@ Texts = Mapping[str, str]
 def findings_in(tree: ast.Module, constants: Texts) -> Iterator[tuple[str, str, str]]:
     """Yield check, text and fix of the findings that a module creates, as cells of a table.
 
-    Findings whose text and fix are known only at run time, such as those of an error, are left out.
+    Findings are left out if text and fix are known only at run time, as for an error.
     """
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
@@ -136,7 +136,7 @@ def _assigned(statement: ast.stmt) -> set[str]:
 def _text_of(argument: ast.expr, texts: Texts) -> str:
     """Return the text of an argument, or its name in braces if the text is known only at run time.
 
-    Raises ValueError for a variable whose text depends on the way to the call.
+    Raises ValueError for a variable that has different texts on different ways to the call.
     """
     if isinstance(argument, ast.Name) and argument.id not in texts:
         raise ValueError(f"line {argument.lineno}: {argument.id} may have several texts: call once for each of them")

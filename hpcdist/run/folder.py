@@ -32,7 +32,7 @@
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
         attempts/rank-parent.log                 output of the parent process of the ranks, see rank/parent.py
-        attempts/job-watchdog.log                output of the process that ends a job whose batch step has died
+        attempts/job-watchdog.log                output of the process that ends the job if its batch step dies
         attempts/001/                            one per start of the ranks
             key                                  32 random bytes, which authenticate ranks on several machines
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json
