@@ -12,7 +12,7 @@ GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 NVIDIA = "cuda"
 #: Default of `hang_timeout_s`.
 _HANG_TIMEOUT_S = 1800.0
-#: Default of `idle_timeout_s` in a job, whose nodes others could use.
+#: Default of `idle_timeout_s` in a job: other users could use its nodes.
 _IDLE_TIMEOUT_S = 3600.0
 
 

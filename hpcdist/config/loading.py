@@ -442,7 +442,7 @@ def _types() -> dict[str, str]:
 
 
 def _sentences(key: str, value: object) -> list[str]:
-    """Return the messages about a key that is unknown, or whose value has another type than the key."""
+    """Return the messages about a key that is unknown, or that has a value of a wrong type."""
     removed = removal(key, value)
     if removed is not None:
         return [removed]

@@ -164,8 +164,8 @@ def to_tree(config: Config) -> dict[str, Any]:
 def role_device(config: Config, role: str) -> str:
     """Return the device of a role: `auto`, `cpu` or a type of GPU.
 
-    A role whose ranks get no GPUs on the cluster, while those of others do, uses the CPU on every machine. If no role
-    gets GPUs there, the config may not be for a cluster: then only a 0 in the request of the role itself counts.
+    A role that gets no GPUs on the cluster, while other roles do, uses the CPU on every machine. If no role gets GPUs
+    there, the config may not be for a cluster: then only a 0 in the request of the role itself counts.
     """
     if role in config.launch.devices:
         return config.launch.devices[role]
@@ -257,8 +257,8 @@ def _elastic_problems(config: Config) -> list[str]:
             problems.append(f"elastic.{key} needs data.global_batch_size: set it, such as data.global_batch_size=256")
         if config.launch.fit_batch:
             problems.append(
-                "launch.fit_batch=true needs an elastic run, whose batch does not depend on the micro-batches: set"
-                " data.global_batch_size, such as data.global_batch_size=256, or launch.fit_batch=false"
+                "launch.fit_batch=true needs an elastic run: set data.global_batch_size, such as"
+                " data.global_batch_size=256, or launch.fit_batch=false"
             )
         return problems
     if config.trainer.script:

@@ -114,7 +114,7 @@ class Topology:
     master_port: int
     """TCP port of the store, for the rendezvous of ranks on several machines."""
     launcher: Literal["hpcdist", "slurm"]
-    """Whose variables were used."""
+    """The launcher that has set the variables."""
     job_id: str
     """Slurm's job id, or the id of a local run."""
     attempt: int

@@ -130,7 +130,7 @@ from hpcdist.errors import ConfigError, shown
         # Elastic runs.
         ("elastic: {exact: true}", "elastic.exact needs data.global_batch_size: set it"),
         ("elastic: {micro_batches: 4}", "elastic.micro_batches needs data.global_batch_size"),
-        ("launch: {fit_batch: true}", "launch.fit_batch=true needs an elastic run, whose batch"),
+        ("launch: {fit_batch: true}", "launch.fit_batch=true needs an elastic run: set"),
         *(
             (f"{{data: {{global_batch_size: {size}}}, {more}}}", expected)
             for size, more, expected in (
