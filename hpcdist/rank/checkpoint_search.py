@@ -14,7 +14,7 @@ class CheckpointSearch:
 
     Args:
         groups: all ranks.
-        alive: is called before each file, and while the rank waits for others, whose files may take minutes longer.
+        alive: is called before each file, and while the rank waits for others, which may need minutes longer.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from hpcdist.run.folder import Attempt
 #
 # The time of an iteration is that of the slowest rank, because all ranks wait for it in training (nccl-tests shows the
 # mean over ranks). Operations that end only after all ranks have begun synchronise the ranks themselves: their
-# iterations follow each other without a barrier, whose skew would add to the time. Before one-way operations
+# iterations follow each other without a barrier, because its skew would add to the time. Before one-way operations
 # (broadcast, reduce, scatter, gather), in which a rank could run ahead, there is a barrier that is not timed.
 
 MIN_ITERATIONS = 3

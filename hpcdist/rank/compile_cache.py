@@ -76,7 +76,7 @@ def kept(store: Path, local: Path, *, now: bool = False) -> Iterator[None]:
     Args:
         store: folder on the shared file system, which this user alone may write to.
         local: folder on the local disk, likewise; subfolders are for kinds of machines.
-        now: whether child processes compile, whose first compilation this process does not notice.
+        now: whether child processes compile; this process does not notice their first compilation.
     """
     cache = _Cache(store, local)
     finder = _BeforeImport(_COMPILES, cache.begin)

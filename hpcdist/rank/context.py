@@ -235,7 +235,7 @@ class Context:
         Args:
             total_steps: number of steps of the whole training.
             model: the model, wrapped or bare.
-            local: an object with `state_dict` and `load_state_dict` whose state differs between the ranks. It begins
+            local: an object with `state_dict` and `load_state_dict` that has another state on each rank. It begins
                 anew if the number of ranks has changed.
             save: instead of `model`, for a model that several ranks share: a function that saves a step with the
                 metrics of its evaluation by `Context.save`. The trainer has then called `restore` before, and loads
@@ -485,7 +485,7 @@ class Context:
             metrics: metrics of this checkpoint; `checkpoint.monitor` names the one by which the best is kept.
             shard: the part of the model that this rank owns, for a model that is distributed over several ranks without
                 DTensors. Then every rank must pass a `Shard`, possibly an empty one.
-            **states: objects with `state_dict`, such as the optimizer, whose states are a part of `trainer`.
+            **states: objects with `state_dict`, such as the optimizer; their states become a part of `trainer`.
 
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """

@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class LoopState:
-    """The objects of a loop whose states a checkpoint holds.
+    """The objects of a loop; a checkpoint holds their states.
 
     Args:
         ranks: the ranks that execute the loop.
         model: the model, wrapped or bare.
         states: further objects by their names, equal on all ranks.
-        local: an object whose state differs between the ranks.
+        local: an object that has another state on each rank.
 
     Raises TrainerError if an object has no state, or if an optimizer changes parameters, or has a scheduler, that are
     not passed.

@@ -1,5 +1,6 @@
-"""Elastic data parallelism: global batches divided into logical micro-batches, whose gradients are summed in a fixed
-order on any number of ranks.
+"""Elastic data parallelism: a global batch is divided into logical micro-batches.
+
+Their gradients are summed in a fixed order on any number of ranks.
 """
 
 import functools

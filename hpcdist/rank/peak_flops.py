@@ -25,7 +25,7 @@ SPECIFIED_TFLOPS = {
 }
 #: In the name of a part of a GPU (multi-instance GPU). Its rate depends on its size.
 _PART_OF_A_GPU = "MIG"
-#: Sizes of the square matrices of a measurement: the first one whose product takes long enough to be timed.
+#: Sizes of the square matrices of a measurement, which takes the first one that is slow enough to be timed.
 SIZES = (1024, 2048, 4096, 8192)
 LONG_ENOUGH_S = 1e-3
 #: Products that are timed: fewer once they have taken a tenth of a second, since each start of a rank waits for them.

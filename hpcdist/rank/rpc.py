@@ -68,7 +68,7 @@ class RpcGroup:
     def _ends_rank(self, error: Exception) -> bool:
         """Let `serve` raise the error of a call if the GPU is out of memory; return whether it will.
 
-        This rank then ends as one whose own code has failed, and reports what holds the memory of its GPU. Its callers
+        This rank then ends as after a failure of its own code, and reports the users of its GPU's memory. Its callers
         lose their connection to it. A rank that does not serve yet has SERVES_WITHIN_S to begin.
         """
         if self._ctx.is_main or not is_out_of_memory(error):

@@ -101,7 +101,7 @@ def agree_among(ranks: Sequence[int]) -> None:
     for example in `rpc.shutdown()`. Outside of a run it has no effect.
 
     Args:
-        ranks: they include rank 0, whose metrics and steps are recorded: put their role first in `roles`.
+        ranks: they include rank 0, because its metrics and steps are recorded: put their role first in `roles`.
 
     Raises TrainerError if rank 0 is not among them.
     """
@@ -241,7 +241,7 @@ class RunningScript:
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and save_was_due and not self._asks_to_save:
-            # The command was due at the step before, at whose end the script could have asked.
+            # The command was due at the step before, and the script could have asked at the end of that step.
             report_refusal = self._commands.begin_save(step, refused=NO_SAVE)
             report_refusal()
         return stop

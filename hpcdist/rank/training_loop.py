@@ -247,7 +247,7 @@ def build_optimizer(parameters: ParamsT, cfg: OptimConfig) -> torch.optim.Optimi
 
 
 def _is_distributed(parameter: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, whose import takes long."""
+    """Return whether a parameter is a DTensor. An import of DTensor for this check would take long."""
     return hasattr(parameter, "device_mesh")
 
 
