@@ -103,8 +103,8 @@ class WatchdogStep:
 
 
 # The search for ranks on each node, to list or kill them without Slurm, which cannot signal ranks after the end of
-# their slurmstepd. The answer has the ranks that run, after `kill` those that have survived SIGKILL, or whose parent
-# has.
+# their slurmstepd. The answer has the ranks that run; after `kill`, the ranks that have survived SIGKILL themselves or
+# have a parent that has.
 
 #: A killed process ends within this time, unless it waits for a device or a file system.
 KILL_S = 5.0

@@ -285,7 +285,8 @@ def rejected_flags(flags: Mapping[str, str]) -> list[str]:
 # The checks of a submission.
 #
 # Slurm accepts requests that never start, such as a time above the partition's limit, and gives few details when it
-# rejects one. These checks run before `sbatch --test-only`, whose rejection also counts unless the job only waits.
+# rejects one. These checks run before `sbatch --test-only`. If that rejects the request, it counts as well, unless the
+# job would only wait.
 
 
 def check_config(config: Config, cwd: Path | None) -> None:
