@@ -19,7 +19,7 @@ TRAINER_FILE = "trainer.pt"
 #: Per-sample results of the evaluation at a checkpoint, if the trainer calls `ReportData.log_samples`.
 SAMPLES_FILE = "samples.npy"
 #: In `exported/`: the program of torch.export, and its example with the arrays `inputs` and `outputs`, torch's version
-#: (`torch`), and the dimensions of the inputs whose size may differ (`free`).
+#: (`torch`), and the dimensions of the inputs that may have other sizes (`free`).
 PROGRAM_FILE = "model.pt2"  #: the name by which mlflow.pytorch finds it
 EXAMPLE_FILE = "example.npz"
 

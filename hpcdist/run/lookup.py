@@ -100,7 +100,7 @@ def _full_name(run: RunDir) -> str:
 
 
 def _matches(text: str, runs: list[RunDir]) -> list[RunDir]:
-    """Return the runs with a name, else those whose name begins with it; in each case, the user's own if there are any.
+    """Return the runs of this name, else those with this prefix; in each case, the user's own if there are any.
 
     Args:
         text: `experiment/name`, the name, or a prefix of the name.

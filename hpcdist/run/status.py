@@ -159,7 +159,7 @@ def _write(run: RunDir, record: JobRecord) -> None:
 
 # The status of a run, derived from its state file, its lease and its job.
 
-#: Status of a run whose job ended in this Slurm state before its supervisor recorded one; `failed` for all others.
+#: Status of a run by the final Slurm state of its job, if the supervisor recorded none; `failed` for all others.
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
 #: Interval of Slurm queries, and the longer one while Slurm does not answer.
 QUERY_EVERY_S = 5.0
