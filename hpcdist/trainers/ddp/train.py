@@ -148,7 +148,7 @@ def open_data(ctx: Context, cfg: Config) -> ImageData:
         prepare(cfg.data, alive)
     ctx.groups.await_all(alive)  # the other ranks of the node wait for the download
     data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last, alive=alive)
-    ctx.groups.await_all(alive)  # and for a node whose disk is slower
+    ctx.groups.await_all(alive)  # and for a node with a slower disk
     log_image_data(ctx, cfg.data, data, cfg.seed)  # name, size and digest, for MLflow
     return data
 

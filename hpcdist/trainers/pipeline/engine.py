@@ -71,7 +71,7 @@ class StageEngine:
         others return zero. Every stage of a replica calls it with the same numbers.
 
         Args:
-            num_micro_batches: of this replica, whose samples B they are.
+            num_micro_batches: of this replica; together they have its B samples.
             micro_batch_size: samples of each of them.
             batch_size: samples of the step in all replicas. Losses and gradients are this replica's part of their mean.
         """

@@ -42,7 +42,7 @@ def unit_module(model: nn.Module, unit: str) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """Consecutive `units` of a ResNet, whose parameters it shares. Its state dict is a part of the whole model's.
+    """Consecutive `units` of a ResNet, with the same parameters. Its state dict is a part of the whole model's.
 
     Each forward pass in training mode normalises by the statistics of its micro-batch and updates the running ones.
     """

@@ -257,7 +257,7 @@ def memory_format_of(cfg: Config) -> torch.memory_format:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSetup:
-    """This rank's stage, whose parameters are consecutive ones of the model, and what trains it."""
+    """This rank's stage, which has consecutive parameters of the model, and the objects that train it."""
 
     data: ImageData
     mesh: StageMesh

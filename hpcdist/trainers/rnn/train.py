@@ -246,8 +246,8 @@ class BatchInFlight:
 class Learner:
     """A trainer's LSTM. A batch is processed by `forward`, then `backward_and_update`.
 
-    A batch whose forward pass runs while another is in flight uses the weights from before the other's update. It has
-    its own copy of them, since its backward pass needs the weights of its forward pass.
+    If the forward pass of a batch runs while another batch is in flight, it uses the weights from before the other's
+    update. The batch keeps a copy of them, since its backward pass needs the weights of its forward pass.
     """
 
     def __init__(
