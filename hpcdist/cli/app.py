@@ -95,7 +95,7 @@ def main() -> NoReturn:
 
     A user error, or one of the system such as a full disk, ends with a message and exit code 2, another expected error
     with exit code 1. An unexpected exception ends with exit code DEFECT and one line that names a file with the
-    traceback; commands whose output is a log keep the traceback there.
+    traceback; commands that write a log keep the traceback there.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -135,7 +135,7 @@ def run_here(
     Args:
         unfinished: a run of this config to continue instead of a new one.
         origin: the config that the command line names, and its overrides.
-        like: a run whose code the new run has.
+        like: the run to take the code from.
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
@@ -414,7 +414,7 @@ def submit_run(
     Args:
         flags: flags of sbatch for this submission only.
         origin: the config that the command line names, and its overrides.
-        like: a run whose code the new run has.
+        like: the run to take the code from.
     """
     from hpcdist.job import submit_checks
     from hpcdist.job.submit import commented, render, shown_step

@@ -1,7 +1,7 @@
 """Variables of the user's environment that reach ranks in containers by default: caches, proxies and certificates.
 
-A path that such a variable names is mounted like `data.root`, unless a mount shows it already. A variable whose path
-cannot be shown is left out, because a library would fail at a path that the container does not have.
+A path that such a variable names is mounted like `data.root`, unless a mount shows it already. If the path cannot be
+shown, the variable is left out, because a library would fail at a path that the container does not have.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -142,7 +142,7 @@ class FileTokenizer:
 
 
 def _import_tokenizers() -> Any:
-    """Import the package, whose threads are then as many as those of torch in this rank."""
+    """Import the package, which then uses as many threads as torch in this rank."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
     import tokenizers
 

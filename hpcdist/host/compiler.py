@@ -44,7 +44,7 @@ def require_compiler(device: str, env: Mapping[str, str]) -> None:
 def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
     """Return the variables with which torch.compile executes no code that another user has put into its cache.
 
-    torch's default is a folder `torchinductor_USER` in /tmp, whose name anyone can take first. `env` may have that
+    torch's default is a folder `torchinductor_USER` in /tmp, and any user can create it first. `env` may have that
     default as a value, since an import of torch sets it, perhaps under another TMPDIR: such a name is not used.
 
     Args:

@@ -104,7 +104,7 @@ def require_safe(path: Path) -> None:
         group, mode, name = _group(about.st_gid), about.st_mode, shlex.quote(str(place))
         is_trusted = bool(group) and group in trusted_groups
         trust = f"; if you trust the group {group}, set {TRUSTED_GROUPS}={group}" if group else ""
-        # Anyone may have made a folder in an open one, whose setgid bit then gives it the group.
+        # In an open folder anyone may have made this one, which then has the group by the setgid bit.
         if about.st_uid not in known_ids and (is_open or not is_trusted):
             owners = f"{user_of(about.st_uid)}, not to {user_of(os.geteuid())}"
             raise RunFolderError(f"{place} belongs to {owners}: {_FIX}{trust}")

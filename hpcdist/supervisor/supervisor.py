@@ -143,8 +143,8 @@ class Supervisor:
             reader = self._start_reader()
             failure: Exception | None = None
             try:
-                # As around the whole block, so that the error handled below, whose text the state gets, already says
-                # that the run folder was replaced.
+                # As around the whole block, so that the error handled below already says that the run folder was
+                # replaced: the state gets its text.
                 with explain_replacement(self.folder.path, self.env):
                     state = self._attempts(notifier)
             except LeaseLostError:
