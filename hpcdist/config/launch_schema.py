@@ -21,7 +21,7 @@ class LaunchConfig(ConfigSection):
     """How ranks are started, supervised and restarted."""
 
     num_ranks: int = number(0, least=0, most=MAX_PER_NODE)
-    """Ranks on this machine; 0: one per visible GPU, else two (one of a script, or if it starts its own ranks)."""
+    """Ranks on this machine; 0: one per visible GPU, else two; scripts without a GPU, or that start ranks, have one."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Device of the ranks; `auto` uses GPUs of NVIDIA or AMD (`cuda`) if there are any."""
     devices: dict[str, str] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class LaunchConfig(ConfigSection):
     num_threads: int = number(0, least=0, most=MAX_PER_NODE)
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
-    """Fork ranks, except those of scripts, from a process that has imported torch; false if a library breaks in it."""
+    """Fork ranks, except of scripts, from a process that has imported torch; false if a library cannot be forked."""
     init_timeout_s: float = number(120.0, above=0)
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = number(None, above=0)

@@ -17,11 +17,11 @@ class CheckpointConfig(ConfigSection):
     """When checkpoints are saved, and which are kept."""
 
     every_steps: int | None = number(None, least=1)
-    """Save after every so many optimizer steps, in addition to the save at the end of each epoch."""
+    """Optimizer steps between two saves; a save at the end of each epoch comes in addition."""
     keep_last: int = number(2, least=2)
     """Number of newest checkpoints to keep; the best one is always kept."""
     monitor: str = "eval/accuracy"
-    """Metric that determines the best checkpoint; empty, the default for code of your own: the newest is the best."""
+    """Metric that determines the best checkpoint; empty (the default for your own code): the newest is the best."""
     monitor_mode: Literal["max", "min"] = "max"
     """Whether a higher or a lower value of `monitor` is better."""
 

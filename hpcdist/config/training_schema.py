@@ -130,7 +130,7 @@ class ScheduleConfig(ConfigSection):
     """The learning rate over the steps."""
 
     name: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the warmup; `cosine` falls to 0 at the last step, `wsd` is constant and falls linearly at the end."""
+    """Learning rate after the warmup: `cosine` falls to 0 at the last step, `wsd` falls linearly at the end only."""
     warmup_steps: int = number(0, least=0)
     """Optimizer steps of linear warmup."""
     decay_fraction: float = number(0.2, above=0, most=1)

@@ -241,7 +241,7 @@ PRELOAD_MAX_BYTES = 1 << 30
 EVAL_BATCH_SIZE = 256
 #: Synthetic data have one test image for so many training images.
 _SYNTHETIC_TRAIN_PER_TEST = 5
-#: One of so many digits of each class is for testing.
+#: One in this number of digits of each class is for testing.
 _DIGITS_TEST_EVERY = 5
 #: Largest value of scikit-learn's digits.
 _DIGITS_MAX_VALUE = 16

@@ -19,7 +19,7 @@ class RnnConfig(ConfigSection):
     files: list[str] = field(default_factory=list, metadata=IS_PATH)
     """Training text: paths or globs (`**` includes subfolders); empty uses the source of Python's standard library."""
     max_corpus_mb: float = number(2.0, above=0)
-    """Maximum size of the text in MB, a twentieth of it for the perplexity; `seed` determines the order of files."""
+    """Maximum size of the text in MB; a twentieth is held out for the perplexity; `seed` orders the files."""
     tokenizer: Literal["word", "byte"] = "word"
     """`word`: the most frequent words and separators; `byte`: 256 tokens, for any text."""
     vocab_size: int = number(10_000, least=2)

@@ -18,7 +18,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 
 UNKNOWN = "<unk>"
-#: One of so many files is held out for the perplexity; of fewer files, the same fraction of the text at its end.
+#: One in this number of files is held out for the perplexity; of fewer files, the same fraction of the text at its end.
 HELD_OUT_EVERY = 20
 #: Values of a byte.
 NUM_BYTES = 256
