@@ -298,7 +298,7 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
         key, equals, raw = text.partition("=")
         path = key.split(".")
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{shown(_without_secret(text))} is no override: write key=value, as in optim.lr=0.01")
+            problems.append(f"{shown(_without_secret(text))} is not an override: write key=value, as in optim.lr=0.01")
             continue
         if raw == REDACTED:
             problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")

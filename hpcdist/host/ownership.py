@@ -112,7 +112,7 @@ def require_safe(path: Path) -> None:
         is_writable = is_open if is_trusted else is_shared(about)
         if stat.S_ISDIR(mode) and not mode & stat.S_ISVTX and is_writable:
             raise RunFolderError(
-                f"others may write to {place} (mode {stat.S_IMODE(mode):04o}) and replace what your runs execute:"
+                f"others may write to {place} (mode {stat.S_IMODE(mode):04o}) and replace code of your runs:"
                 f" `chmod go-w {name}`, or `chmod +t {name}` to keep it shared{trust}"
             )
 

@@ -405,7 +405,7 @@ def _check_cluster(config: Config, missing_data: str) -> Findings:
     inherited = sorted(name for name in os.environ if name.startswith("SBATCH_"))
     if inherited:
         findings.warnings.append(
-            f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"
+            f"{', '.join(inherited)} in your environment overrides the batch script: unset it if you do not need it"
         )
     around = outer_job(os.environ)
     if around:

@@ -259,7 +259,7 @@ class Context:
             save = state.save
             check = state.check
         elif not self._has_restored:
-            raise TrainerError("ctx.steps: with save=… call ctx.restore() before, and load what it returns")
+            raise TrainerError("ctx.steps: with save=… call ctx.restore() before, and load its result")
         assert save is not None
         self._steps = self._begin_steps(total_steps, save, check)
         return self._steps

@@ -137,7 +137,7 @@ def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: Seen) -> 
         assert message.startswith(f"--like and {options.split()[0]} exclude each other: ")
     assert "--like and --cluster exclude" in one_line(hpcdist("submit", "--like", "first", "--cluster", "devcluster"))
     assert one_line(hpcdist("run")).startswith("CONFIG is missing: shipped configs are ")
-    assert "'train.py' is no override" in one_line(hpcdist("run", "--like", "first", "train.py"))
+    assert "'train.py' is not an override" in one_line(hpcdist("run", "--like", "first", "train.py"))
     first.code.rename(first.path / "moved")
     assert one_line(hpcdist("rerun", "first")).startswith("the copy of the code of run first is gone: ")
     first.path.chmod(0o777)

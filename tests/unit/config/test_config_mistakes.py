@@ -200,7 +200,10 @@ def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
             for uri in ("http://[x", "http://x:99999999", "https://:5000")
         ),
         ("notify.webhook=https://ada:secret@[x", "notify.webhook has no valid host and port: expected such as http"),
-        *((word, f"{word!r} is no override: write key=value, as in optim.lr=0.01") for word in ("optim.lr", "=3", "")),
+        *(
+            (word, f"{word!r} is not an override: write key=value, as in optim.lr=0.01")
+            for word in ("optim.lr", "=3", "")
+        ),
         *(
             (f"{key}={value}", f"{key}: the home folder of '~nosuchuser' is unknown: use an absolute path")
             for key, value in (

@@ -262,7 +262,7 @@ def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.Monke
         "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that,"
         " cluster.signal_lead_s=141",
         "mnist was not found in /data: the nodes will download it if they have internet access",
-        "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
+        "SBATCH_PARTITION in your environment overrides the batch script: unset it if you do not need it",
         "submitted from inside job 41: its variables do not reach the new job",
     ]
 
