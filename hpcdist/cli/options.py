@@ -191,7 +191,7 @@ DryRun = Annotated[bool, flag("--dry-run", "Print the plan without starting anyt
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Dependency = Annotated[str | None, option("--dependency", "KIND:JOB", "Jobs to wait for, as for sbatch.")]
 Begin = Annotated[str | None, option("--begin", "TIME", "Earliest start, as for sbatch: now+2hours, 20:00.")]
-Force = Annotated[bool, flag("--force", "Submit although checks of the cluster fail, also sbatch --test-only.")]
+Force = Annotated[bool, flag("--force", "Submit even if checks of the cluster fail, also sbatch --test-only.")]
 
 
 def named(run: str | None, *, active: bool = False) -> str:

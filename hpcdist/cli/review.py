@@ -37,7 +37,7 @@ _MAX_LEFT_OUT = 3
 def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
 ) -> None:
-    """Upload new records to MLflow, start its UI on the runs' database, for this user only, and print the link to open.
+    """Upload new records, start MLflow's UI for this user only, and print the link to open.
 
     The link leads to the experiment of the newest run. The server listens on 127.0.0.1 and requires a token, which is
     new at each start and part of the link. While it is open, it uploads new records of Slurm runs about once a minute.
@@ -168,7 +168,7 @@ def compare(
     ],
     as_json: options.Json = False,
 ) -> None:
-    """Show whether runs are better than the first one, and what differs in config, code, environment and outcome.
+    """Show whether runs are better than the first one, and the differences in config, code, environment and outcome.
 
     The verdict on the best value is better, worse, within noise, or too few seeds; equal rows are left out. The last
     lines name the first step at which a logged value differs. Metrics of time, speed and hardware are left out.
@@ -305,7 +305,7 @@ def cost(
         argument("RUN|EXPERIMENT", "Names of runs, sweeps or experiments; by default the newest run.", options.runs),
     ] = None,
 ) -> None:
-    """Show the allocated GPU-hours, or core-hours of runs without GPUs, by cause; of several runs also run by run.
+    """Show the allocated GPU-hours by cause (core-hours for runs without GPUs); for several runs, also run by run.
 
     Examples:
         hpcdist cost
@@ -463,7 +463,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the weights of a checkpoint to a file that is loaded without hpcdist.
+    """Write the weights of a checkpoint to a file that loads without hpcdist.
 
     The weights of all ranks are merged, under the names of the model's own code. A folder of safetensors has Hugging
     Face's layout; huggingface adds what transformers needs to load a language model, and dcp is for

@@ -356,7 +356,7 @@ def submit(
     begin: options.Begin = None,
     force: options.Force = False,
     array_parallelism: Annotated[
-        int | None, option("--array-parallelism", "N", "Cells of a sweep that run at a time.", min=1)
+        int | None, option("--array-parallelism", "N", "Maximum number of cells that run at the same time.", min=1)
     ] = None,
 ) -> int:
     """Submit a run to Slurm, or a sweep as one job array.

@@ -282,7 +282,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
 
 
 def _next_commands(run: RunDir, state: State, config: Config, *, is_benchmark: bool) -> list[str]:
-    """Return the lines that show where to review an ended run, and how to continue one that is not finished."""
+    """Return the lines on how to review an ended run, and how to continue an unfinished one."""
     program = _program()
     folder = shlex.quote(short_path(run.path))
     ui = f"{program} ui"

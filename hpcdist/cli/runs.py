@@ -194,7 +194,7 @@ def stop(
 ) -> None:
     """Save a checkpoint and stop a run, or remove it from the queue; of a sweep, all its cells.
 
-    `hpcdist resume` continues the run from the checkpoint. A plain script gets SIGTERM, at which it may save.
+    `hpcdist resume` continues the run from the checkpoint. A plain script gets SIGTERM and may then save.
 
     Example:  hpcdist stop
     """
@@ -229,7 +229,7 @@ def _end(name: str, action: Literal["stop", "cancel"]) -> None:
 
 @app.command()
 def save(run: options.RunName) -> int:
-    """Save a checkpoint of a running run, which continues, and wait until it is on disk.
+    """Save a checkpoint while the run continues, and wait until it is on disk.
 
     Example:  hpcdist save ddp-2026
     """
