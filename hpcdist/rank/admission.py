@@ -24,8 +24,8 @@ from hpcdist.rank.frame_parts import MAX_FRAME_BYTES
 log = logging.getLogger(__name__)
 #: Time for a client to prove that it knows the key, in ms. A busy node may need seconds.
 PROOF_MS = 20_000
-#: Number of connections without the proof from which on new ones wait. Each may occupy the memory of a frame. A run of
-#: more ranks, of which as many connect at once, starts a few seconds later.
+#: With this number of connections without the proof, new ones wait: each may occupy the memory of a frame. If more
+#: ranks connect at once, the run starts a few seconds later.
 MAX_UNPROVED = 512
 NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | NO_PROOF

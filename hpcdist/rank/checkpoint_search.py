@@ -26,7 +26,7 @@ class CheckpointSearch:
         self._world_size = world_size
         self._alive = alive
         self._only_there = (
-            ""  #: a problem that another rank has with a file of the newest valid checkpoint, and rank 0 has not
+            ""  #: a problem with a file of the newest valid checkpoint that another rank has, but not rank 0
         )
 
     def newest(self) -> str:

@@ -1,15 +1,15 @@
 """The cache of torch.compile, kept beyond this process and this node.
 
-On a node the cache is a folder on the local disk, for each kind of machine one. Before a process compiles for the first
+On a node the cache is a folder on the local disk, one for each kind of machine. Before a process compiles for the first
 time, the files that other processes have stored on the shared file system are copied to it. Processes copy new files
 back, in a thread and one of a node at a time: after the first step, with each checkpoint, every minute, and at their
-end. A process that does not compile does nothing of this.
+end. A process that does not compile copies nothing.
 
-Every minute as well, because hpcdist sees neither the steps nor the checkpoints of most scripts, and a killed process
-reaches no end. Without new files nothing is copied.
+The copy every minute is for scripts: hpcdist sees neither the steps nor the checkpoints of most of them, and a killed
+process reaches no end. Without new files nothing is copied.
 
-Folders instead of torch.compiler.save_cache_artifacts: these contain no compiled C++ code, so that a start on CPUs took
-51 s with them, 61 s without, and 5 s with the folder; and processes that a script starts share a folder as well.
+The cache does not use torch.compiler.save_cache_artifacts, because its artifacts contain no compiled C++ code: a start
+on CPUs took 51 s with them, 61 s without, and 5 s with the folder. Processes that a script starts share the folder.
 
 No error of the cache ends a run: it is logged once.
 """
@@ -121,8 +121,8 @@ def machine_kind() -> str:
 class _BeforeImport(MetaPathFinder):
     """Calls a function before the first import of a module; finds no module itself.
 
-    It stays in `sys.meta_path` until the end: imports that are just going through this list, this one and others in
-    other threads, would pass over the finder that moves up.
+    It stays in `sys.meta_path` until the end: if it were removed, the next finder would take its place, and imports
+    that are just going through the list, this one or others in other threads, would skip that finder.
     """
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:

@@ -212,8 +212,8 @@ class _Profile(profile):
 def _code_warms_up() -> bool:
     """Return whether a profiler of the training code warms up.
 
-    torch does not show it, and two that record make the next step of the training code raise an error. One that was
-    stopped while it warmed up counts as well while the code refers to it.
+    torch does not show it, and if two profilers record, the next step of the training code raises an error. A profiler
+    that was stopped while it warmed up counts as long as the code refers to it.
     """
     gc.collect()
     for value in gc.get_objects():

@@ -89,8 +89,8 @@ def memory_record(message: str) -> dict[str, Any] | None:
 class _AfterImport(MetaPathFinder, Loader):
     """Calls a function after the first import of a module, which others find and load.
 
-    It stays in `sys.meta_path`: without it, an import in another thread that is just going through this list would pass
-    over the finder that moves up, and miss a module.
+    It stays in `sys.meta_path`: if it were removed, the next finder would take its place. An import in another thread
+    that is just going through the list would skip that finder, and miss a module.
     """
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:

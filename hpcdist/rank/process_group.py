@@ -243,8 +243,8 @@ def process_groups(
 
 def gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a gloo group of these ranks, and None on the others; every rank has to take part."""
-    # Before torch 2.15, ranks outside the group would split a default group of NCCL that is bound to a GPU, and wait
-    # for its other ranks, which as members of a gloo group split nothing.
+    # Before torch 2.15, if the default group is one of NCCL and bound to a GPU, ranks outside the new group would split
+    # it, and wait for the other ranks. These split nothing, because they are members of a gloo group.
     world: Any = dist.group.WORLD
     bound_device = world.bound_device_id
     world.bound_device_id = None

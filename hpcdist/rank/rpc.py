@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LEAVE = "leave"
 #: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
 PULSE_INTERVAL_S = 1.0
-#: A rank without GPU memory for a call has this time to come to `serve`. It may train before, for hours.
+#: A rank without GPU memory for a call has this time to reach `serve`: it may train for hours before.
 SERVES_WITHIN_S = 10.0
 
 

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.step_loop import Steps
 
-#: Up to this number of ranks, the order in which gradients are added has no effect: the sum of two has only one.
+#: Up to this number of ranks, the order in which gradients are added has no effect on their sum.
 MAX_ORDER_FREE_RANKS = 2
 
 

@@ -219,8 +219,8 @@ def _run_trainer(
     outcome.step = lambda: int(heartbeat.step)
     train = load_trainer(config.trainer.target)
     params = arguments_of(train, config.params, config.param_texts)
-    # Neither a collection nor the search for open files at the end reads the imported objects: that would copy the
-    # memory that a forked rank shares with its parent, 0.1 s that a restart waits for.
+    # Neither a collection nor the search for open files at the end reads the imported objects: this would copy memory
+    # that a forked rank shares with its parent, and a restart would wait 0.1 s for it.
     _imported_files.update(_files())
     gc.freeze()
     gc.enable()
