@@ -89,7 +89,7 @@ class Config(ConfigSection):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     sections: dict[str, Any] = field(default_factory=dict)
-    """The sections of trainers, by key: that of the shipped trainer that runs, and those that the file contains."""
+    """The sections of trainers, by key: the section of the shipped trainer in use, and those in the file."""
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -21,9 +21,9 @@ from hpcdist.host.locks import WAIT_S, exclusive
 SUFFIX = ".zip"
 #: Limit of one archive. Beyond it, the files that were added first are left out.
 MAX_ARCHIVE_BYTES = 2**30
-#: Limit of all archives of a folder, of which those that were not used for the longest time are removed.
+#: Limit of all archives of a folder: beyond it, the least recently used ones are removed.
 MAX_BYTES = 2 * 2**30
-#: Files that are still being written, that only exclude other processes, or that are large and quickly made again.
+#: Files that are left out: unfinished ones, locks, and large ones that are quickly made again.
 _LEFT_OUT_SUFFIXES = (".tmp", ".lock", ".o", ".gch")
 _LEFT_OUT_FOLDERS = ("locks",)
 _LEFT_OUT_PREFIXES = (".", "tmp.pid")

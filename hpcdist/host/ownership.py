@@ -3,8 +3,8 @@
 Files with passwords or tokens must be readable by their owner alone.
 
 Several users may share a `runs_dir`. A run's config selects a server, its `slurm.json` a job, and its code is executed.
-Therefore commands act only on run folders that belong to the effective user, also if that is root, and that no other
-user can write to or replace: the folders above are checked, too, as sshd does with StrictModes.
+Therefore commands act only on run folders of the effective user, who may be root, and only if no other user can write
+to them or replace them: the folders above are checked, too, as sshd does with StrictModes.
 """
 
 import grp

@@ -1,10 +1,10 @@
 """Scripts that start their ranks themselves, by `mp.spawn` for example: recognised by their source, which is parsed but
 not executed.
 
-A script counts as one if a function that it gives to new processes calls `init_process_group` or `init_rpc`, unless
-its source mentions a variable by which a launcher names the rank: then it may start no processes below a launcher.
-Modules of the user beside the script are read as far as its functions call them. What the source does not show, such as
-a call by `getattr`, is not recognised.
+A script counts as one if a function for its new processes calls `init_process_group` or `init_rpc`. It does not count
+if its source mentions a variable in which a launcher passes the rank: then it may start no processes below a launcher.
+Modules of the user beside the script are read as far as its functions call them. Calls that the source does not show,
+such as by `getattr`, are not recognised.
 """
 
 import ast

@@ -24,7 +24,7 @@ from hpcdist.slurm.output import JobInfo, SlurmError
 
 #: States of a start in accounting after which Slurm may have started the job again.
 _STARTED_AGAIN = ("REQUEUED", "PREEMPTED", "NODE_FAIL", "RESIZING")
-#: Time after the end of a start in which the nodes that are down are those that ended it; later, others may be down.
+#: For this time after the end of a start, nodes that are down count as its cause; later, others may be down.
 _FAILED_NODES_KNOWN_S = 3600.0
 
 
