@@ -18,6 +18,7 @@ from hpcdist.review.svg import (
     BOTTOM,
     HEIGHT,
     LEFT,
+    OTHER_COLOUR,
     RIGHT,
     TOP,
     ChartFrame,
@@ -47,6 +48,7 @@ def line_chart(
     starts: Mapping[float, str] | None = None,
     dot: tuple[Point, str] | None = None,
     areas: Mapping[str, Sequence[Point]] | None = None,
+    muted: str = "",
     note: str = "",
 ) -> Markup:
     """Return a chart of lines, empty without any point; losses that span a power of ten have a logarithmic axis.
@@ -55,10 +57,13 @@ def line_chart(
         starts: names of attempts, by the step at which each begins.
         dot: a point to mark, and its title.
         areas: the corners of an area in the colour of a line, by its name.
+        muted: the name of a line in grey below the others; empty without one.
         note: a further entry of the legend, such as the number of lines that are left out; empty without one.
     """
     # Before empty lines are left out: a name has the same colour in all charts of a page.
     colours = {name: colour_of(index) for index, name in enumerate(lines)}
+    if muted:
+        colours[muted] = OTHER_COLOUR
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return Markup()
@@ -78,8 +83,8 @@ def line_chart(
     for name, points in areas.items():
         style = f"fill:{colours[name]};opacity:.18"
         parts.append(tag("polygon", style=style, points=places_of(frame, points)))
-    for name, points in lines.items():
-        parts.append(line(frame, name, points, colours[name]))
+    for name in sorted(lines, key=lambda name: name != muted):
+        parts.append(line(frame, name, lines[name], colours[name]))
     dot_title = ""
     if dot:
         (x, y), dot_title = dot
@@ -302,26 +307,10 @@ def _matching(keys: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return sorted(key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns))
 
 
-def _chart(
-    title: str,
-    keys: Sequence[str],
-    series: Mapping[str, Series],
-    facts: RunFacts | None,
-    dot: tuple[Point, str] | None = None,
-) -> Chart | None:
-    lines = {}
-    for key in keys[:MAX_LINES]:
-        points = series[key].points
-        lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
-    figure = line_chart(lines, x_label="step", starts=_starts(keys, series, facts), dot=dot)
-    notes = []
-    for key in keys:
-        logged = series[key]
-        if logged.num_not_finite:
-            notes.append(
-                f"{key}: {logged.num_not_finite} of {logged.num_points} values are not finite,"
-                f" first at step {logged.first_not_finite}"
-            )
+def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series], facts: RunFacts | None) -> Chart | None:
+    lines = {key: _drawn(series[key]) for key in keys[:MAX_LINES]}
+    figure = line_chart(lines, x_label="step", starts=_starts(keys, series, facts))
+    notes = [note for key in keys for note in _not_finite(key, series[key])]
     if len(keys) > MAX_LINES:
         notes.append(f"{len(keys) - MAX_LINES} more metrics are not shown")
     if not figure and not notes:
@@ -329,6 +318,22 @@ def _chart(
     if len(keys) == 1:
         title = keys[0]
     return Chart(title=title, figure=figure, note="; ".join(notes))
+
+
+def _drawn(logged: Series) -> list[tuple[int, float]]:
+    """Return the points of a line, as many as a chart can show."""
+    points = logged.points
+    return sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
+
+
+def _not_finite(key: str, logged: Series) -> list[str]:
+    """Return a note on the values of a metric that are not finite; none without any."""
+    if not logged.num_not_finite:
+        return []
+    return [
+        f"{key}: {logged.num_not_finite} of {logged.num_points} values are not finite,"
+        f" first at step {logged.first_not_finite}"
+    ]
 
 
 def _starts(keys: Sequence[str], series: Mapping[str, Series], facts: RunFacts | None) -> dict[float, str]:
@@ -361,12 +366,41 @@ def _first_steps_of(logged: Iterable[Series]) -> dict[float, int]:
     return first_steps
 
 
-def primary_chart(facts: RunFacts, series: Mapping[str, Series]) -> Chart | None:
-    """Return the curve of the primary metric with the best checkpoint; None if nothing was logged."""
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """The run whose config and code a run has, on its page."""
+
+    name: str
+    logged: Series  #: of the primary metric
+    verdict: str  #: on the run of the page; empty if one of the two has no best checkpoint
+
+
+#: Name of the run of the page beside that of the compared run.
+_THIS_RUN = "this run"
+
+
+def primary_chart(facts: RunFacts, series: Mapping[str, Series], compared: ComparedRun | None = None) -> Chart | None:
+    """Return the curve of the primary metric with the best checkpoint; None if nothing was logged.
+
+    Args:
+        compared: another run, whose curve is shown below that of this run.
+    """
     metric = facts.primary_metric
     if metric not in series:
         return None
     dot = None
     if facts.best is not None:
         dot = (facts.best.step, facts.best_value), f"best checkpoint: {facts.best_at_step}"
-    return _chart(metric, [metric], series, facts, dot=dot)
+    curve = _drawn(series[metric])
+    starts = _starts([metric], series, facts)
+    notes = _not_finite(metric, series[metric])
+    if compared is None:
+        figure = line_chart({metric: curve}, x_label="step", starts=starts, dot=dot)
+    else:
+        lines = {_THIS_RUN: curve, compared.name: _drawn(compared.logged)}
+        figure = line_chart(lines, x_label="step", y_label=metric, starts=starts, dot=dot, muted=compared.name)
+        if compared.verdict:
+            notes.insert(0, compared.verdict)
+    if not figure and not notes:
+        return None
+    return Chart(title=metric, figure=figure, note="; ".join(notes))

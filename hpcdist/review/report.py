@@ -27,6 +27,7 @@ from hpcdist.review.sweep_charts import sweep_charts
 from hpcdist.review.sweep_facts import SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import RUN_LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
+from hpcdist.review.verdict import judge
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
 from hpcdist.run.mlflow_limits import ATTEMPT
@@ -187,12 +188,30 @@ def render_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> s
         "log": part(lambda run: _log_of_failure(run, facts)) if facts else None,
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
-        "curve": charts.primary_chart(facts, series) if facts else None,
+        "curve": charts.primary_chart(facts, series, _compared_run(run, facts, read)) if facts else None,
         "as_of": description.state_at(facts.state, time.time()) if facts else "",
     }
     problems += figure_problems
     content["problems"] = list(dict.fromkeys(problems))
     return environment().get_template("report.html").render(content)
+
+
+def _compared_run(run: RunDir, facts: RunFacts, read: ReadSeries) -> charts.ComparedRun | None:
+    """Return the run whose config and code a run has; None if its folder or the primary metric is not at hand."""
+    if not facts.like:
+        return None
+    # Both have the same folder of runs.
+    other = readable(lambda: RunDir.open(run.path.parent.parent / facts.like))
+    if other is None:
+        return None
+    logged = (readable(lambda: read(other)) or {}).get(facts.primary_metric)
+    other_facts = readable(lambda: read_facts(other))
+    if logged is None or other_facts is None:
+        return None
+    verdict = ""
+    if facts.best is not None and other_facts.best is not None and facts.monitor == other_facts.monitor:
+        verdict = judge(other_facts.measured(), facts.measured()).sentence(facts.monitor, facts.like)
+    return charts.ComparedRun(name=facts.like, logged=logged, verdict=verdict)
 
 
 class FailureLog(NamedTuple):

@@ -64,9 +64,16 @@ class Verdict:
     @property
     def text(self) -> str:
         """The word with the difference, as `worse (-0.012)`; only the word for equal results."""
+        return self._with_difference(self.word)
+
+    def sentence(self, metric: str, other: str) -> str:
+        """Return the verdict on a metric against the other result: `loss: worse than B (+0.012)`."""
+        return self._with_difference(f"{metric}: {self.beside(other)}")
+
+    def _with_difference(self, words: str) -> str:
         if not self.delta:
-            return self.word
-        return f"{self.word} ({signed(self.delta, self.interval)})"
+            return words
+        return f"{words} ({signed(self.delta, self.interval)})"
 
 
 def judge(base: Measured, other: Measured) -> Verdict:

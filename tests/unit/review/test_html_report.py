@@ -198,6 +198,42 @@ def test_primary_metric_comes_first(scene: ReportScene) -> None:
     assert "<b>eval/accuracy 0.8 at step 2</b>" in page
 
 
+def test_curve_of_the_compared_run_is_below_that_of_the_run(tmp_path: Path, scene: ReportScene) -> None:
+    original = ReportScene(tmp_path, "original")
+    for run, value in ((original, 1.0), (scene, 0.75)):
+        run.log({"eval/accuracy": [0.5, value]})
+        checkpoint = run.run.checkpoints / "step-00000002"
+        checkpoint.mkdir(parents=True)
+        write_json(checkpoint / "manifest.json", {"step": 2, "metrics": {"eval/accuracy": value}})
+    alone = page_of(scene)
+    write_json(scene.run.environment, {"like": {"run": "digits/original"}})
+    chart, _, below = page_of(scene).partition("</svg>")
+    lines = re.findall(r'<polyline class="line" style="stroke:var\(--(\w+)\)".*?<title>(.*?)</title>', chart)
+    assert lines == [("muted", "digits/original"), ("c0", "this run")], "the run is drawn over the other one"
+    assert re.findall(r'class="row"[^>]*>([^<]*)', chart) == [
+        "this run", "digits/original", "best checkpoint: 0.75 at step 2",
+    ]  # fmt: skip
+    note = "eval/accuracy: too few seeds to tell from digits/original (-0.25)"
+    assert below.startswith(f'<p class="muted">{note}</p></div>')
+    original.run.config.unlink()
+    without_folder = page_of(scene)
+    assert without_folder[: without_folder.index("</svg>")] == alone[: alone.index("</svg>")]
+
+
+def test_compared_run_without_the_metric_is_not_shown(tmp_path: Path, scene: ReportScene) -> None:
+    original = ReportScene(tmp_path, "original")
+    original.log({"train/loss": [0.5, 0.25]})
+    scene.log({"eval/accuracy": [0.5, 0.75]})
+    alone = page_of(scene)
+    write_json(scene.run.environment, {"like": {"run": "digits/original"}})
+    page = page_of(scene)
+    assert page[: page.index("</svg>")] == alone[: alone.index("</svg>")]
+    original.log({"eval/accuracy": [0.5, 0.6]}, attempt=2)
+    chart, _, below = page_of(scene).partition("</svg>")
+    assert chart.count("<polyline") == 2
+    assert below.startswith("</div>"), "no verdict without a best checkpoint"
+
+
 def numbers_in(chart: str) -> list[float]:
     """Return the numbers beside the vertical axis."""
     return [float(text) for text in re.findall(r">(-?[0-9.e+-]+)</text>", chart)]
