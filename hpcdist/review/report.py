@@ -16,6 +16,8 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError, duration
 from hpcdist.host.files import read_regular, write_atomic
+from hpcdist.host.log_files import last_lines
+from hpcdist.host.ownership import stays_inside
 from hpcdist.review import charts, description, svg
 from hpcdist.review.explain import MAX_ROWS, explain_failure, first_failed_rank, read_faults
 from hpcdist.review.facts import RunFacts, flat_texts, logged_result, read_environment, read_facts, readable
@@ -219,21 +221,29 @@ class FailureLog(NamedTuple):
 
     path: Path
     command: str  #: that prints it
+    end: str  #: its last lines, without passwords
+
+
+#: Last lines of a log in a report.
+_LOG_LINES = 40
 
 
 def _log_of_failure(run: RunDir, facts: RunFacts) -> FailureLog | None:
     """Return the log of the failure that has ended a run; None without a failure, or if there is no such file.
 
-    A report has no link to it: in MLflow, to which it is uploaded, logs have other paths.
+    A report has no link to it. In MLflow's viewer, a sandbox without an address, a click on one replaces the page with
+    an empty one, and a page that was sent by mail has no logs beside it.
     """
     if facts.state.status != "failed" or not facts.attempts:
         return None
     attempt = run.attempt(facts.attempts[-1].number)
     rank = first_failed_rank(attempt) or 0
     path = attempt.log(rank)
-    if not path.is_file():
+    # A rank may have replaced its log by a link.
+    if not path.is_file() or not stays_inside(path, run.path):
         return None
-    return FailureLog(path, description.log_command(facts, attempt.number, rank))
+    end = "\n".join(redact_text(line) for _, line in last_lines(path, _LOG_LINES))
+    return FailureLog(path, description.log_command(facts, attempt.number, rank), end)
 
 
 def _straggler_events(run: RunDir) -> list[tuple[int, dict[str, Any]]]:

@@ -128,7 +128,7 @@ def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
         scene.failed(f"{sentence}, attempt {attempt}", attempt=attempt)
     scene.state(status="failed", attempt=2, reason=f"{sentence}, attempt 2")
     log = scene.run.attempt(2).log(1)
-    log.write_text("KeyError: 40\n")
+    log.write_text("".join(f"line {number} at https://ada:pw@host\n" for number in range(50)))
     page = page_of(scene)
     found = Elements(page).text
     assert found.count(f"{sentence}, attempt 2") == 1
@@ -138,6 +138,21 @@ def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
     assert re.findall("<b>([a-z]+):</b>", head) == ["evidence", "fix", "log"], "the traceback has the cause"
     assert f"log: hpcdist logs {scene.run.path} --attempt 2 --rank 1 prints {log}\n" in found
     assert "line 20, in &lt;module&gt;" in head
+    end = re.findall("<pre>(.*?)</pre>", head, re.DOTALL)[0].splitlines()
+    assert (len(end), end[0], end[-1]) == (40, "line 10 at https://ada:***@host", "line 49 at https://ada:***@host")
+
+
+def test_link_in_place_of_a_log_is_not_shown(tmp_path: Path, scene: ReportScene) -> None:
+    scene.attempt_file("failure.json", failure("was killed by SIGKILL"))
+    scene.failed("rank 1 on n2 was killed by SIGKILL")
+    scene.state(status="failed")
+    (tmp_path / "private").write_text("secret\n")
+    log = scene.run.attempt(1).log(1)
+    log.symlink_to(tmp_path / "private")
+    assert "secret" not in page_of(scene)
+    log.unlink()
+    log.write_text("secret\n")
+    assert "secret" in page_of(scene)
 
 
 def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
