@@ -1,12 +1,16 @@
-"""Speed of the trainer lm with 1.1 B parameters on one GPU, sharded by FSDP2 and plain, and the stall of a checkpoint.
+"""Speed of the trainer lm with 1.1 B parameters on one GPU, over a plain loop, and the stall of a checkpoint.
 
     PYTHONPATH=. python benchmarks/gpu_lm.py cuda|cpu [stall]
 
-The sizes are those of `configs/lm_1b.yaml`, the step is the trainer's: bf16, torch.compile, fused AdamW, clipping, on
-random tokens. Before it, the rate of a bf16 product of random matrices, which bounds every model on this GPU. `plain`
-is the same model as a usual module under autocast. MFU counts the FLOPs of `LmModelConfig.flops_per_token` over those
-of the data sheet. With `stall`, it saves model and optimizer (13 GB) by `ctx.save` and by `torch.save` instead. Prints
-one JSON object per line, as soon as a figure is known.
+The trainer is `hpcdist run lm_1b` with one pass per step, on the bytes of Python's standard library; the plain loop,
+under autocast, is `baselines/plain_lm.py`. Tokens per second, MFU (over the FLOPs of the data sheet, and over those of
+a product of matrices) and memory are the run's own metrics: medians over the logged intervals, of which the first one,
+which includes compilation, does not count.
+
+With `stall`, the trainer saves model and optimizer (13 GB) three times instead, and the plain loop once by
+`torch.save`. The stall of a save is the time in which the call holds the training, which the run records; the first
+save allocates the host memory. `slowed_s` is by how much the steps after a save are slower, since the GPU also copies.
+Prints one JSON object per line, as soon as a figure is known. On a CPU everything is small, to try the program.
 """
 
 from __future__ import annotations
@@ -16,178 +20,133 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from harness import BASELINES, HPCDIST
 
-from hpcdist import Config, Context
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.loading import load_config
-from hpcdist.rank.peak_flops import measured_flops, specified_flops
-from hpcdist.rank.training_loop import build_optimizer
-from hpcdist.trainers.lm import LmConfig, LmModelConfig
-from hpcdist.trainers.lm.model import Decoder
-from hpcdist.trainers.lm.parallel import parallelize
-from hpcdist.trainers.lm.train import Pass, next_token_loss, parameter_groups, train_step
+from hpcdist.data import NUM_BYTE_TOKENS
+from hpcdist.host.json_files import read_json_lines
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking.journal import read_records
+from hpcdist.trainers.lm import LmConfig
 
-WARM_UP, STEPS = 6, 24
-#: Rows of the embedding, by the type of the device.
-VOCAB_SIZES = {"cuda": 32_768, "cpu": 256}
-#: On a CPU, to try the program.
-SMALL = LmModelConfig(hidden_size=64, num_layers=2, intermediate_size=128)
-#: The first save allocates host memory; the last one counts.
+CONFIG = "lm_1b"
+#: Bytes need no training of a tokenizer; the embedding keeps the rows of the config's.
+SETTINGS = (
+    *("lm.corpus.tokenizer=byte", "lm.model.vocab_size=32768", "data.global_batch_size=8", "lm.num_eval_windows=8"),
+    *("launch.num_ranks=1", "launch.max_restarts=0", "tracking.uri=''"),
+)
+#: Further settings for a CPU.
+SMALL = (
+    *("lm.model.hidden_size=64", "lm.model.num_layers=2", "lm.model.num_heads=4", "lm.model.num_kv_heads=2"),
+    *("lm.model.intermediate_size=128", "lm.model.vocab_size=512", "lm.sequence_length=16", "model.compile=false"),
+    *("data.global_batch_size=2", "lm.num_eval_windows=2", "tracking.log_every_steps=2"),
+)
+NUM_STEPS = {"cuda": 60, "cpu": 6}
+#: Steps between two saves: on a GPU long enough for a checkpoint to be durable before the next save.
+STEPS_PER_SAVE = {"cuda": 150, "cpu": 4}
 NUM_SAVES = 3
 
 
-def build(ctx: Context, cfg: Config, sizes: LmModelConfig, *, is_sharded: bool) -> tuple[Decoder, Optimizer]:
-    """Return the model with its weights, and its optimizer."""
-    on_gpu = ctx.device.type == "cuda"
-    with torch.device("meta"):
-        model = Decoder(sizes, VOCAB_SIZES[ctx.device.type])
-    if is_sharded:
-        mesh = ctx.mesh(replicate=1, shard=-1, tensor=1)
-        parallelize(model, mesh, in_bf16=True, is_compiled=on_gpu)
-    elif on_gpu:
-        for block in model.model.layers:
-            block.forward = torch.compile(block.forward)
-    model.to_empty(device=ctx.device)
-    model.init_weights(0)
-    return model, build_optimizer(parameter_groups(model, cfg.optim), cfg.optim)
+def say(**figures: object) -> None:
+    """Print figures as one line of JSON; numbers with four digits."""
+    shown: dict[str, Any] = {}
+    for name, value in figures.items():
+        shown[name] = value
+        if isinstance(value, float):
+            shown[name] = float(f"{value:.4g}")
+    print(json.dumps(shown), flush=True)
 
 
-def step_seconds(ctx: Context, cfg: Config, lm: LmConfig, model: Decoder, optimizer: Optimizer) -> float:
-    """Return the median time of a step."""
-    loss_of = next_token_loss
-    if ctx.device.type == "cuda":
-        loss_of = torch.compile(next_token_loss)
-    tokens = torch.randint(model.vocab_size, (lm.micro_batch_size or 1, lm.sequence_length + 1), device=ctx.device)
-    passes = [Pass(tokens, len(tokens), 1.0)]
-    seconds = []
-    for step in range(1, STEPS + 1):
-        began = time.perf_counter()
-        loss_sum, _, _ = train_step(model, optimizer, passes, loss_of, cfg.optim.max_grad_norm)
-        value = loss_sum.item()  # waits for the device
-        ctx.log({"train/loss": value}, step)
-        if step > WARM_UP:
-            seconds.append(time.perf_counter() - began)
-        ctx.should_stop(step, STEPS)
-    return statistics.median(seconds)
+def train(settings: list[str], folder: Path) -> RunDir:
+    """Run the trainer and return its run; a failure ends the benchmark."""
+    places = [f"runs_dir={folder}/runs", f"data.root={folder}/data", "experiment=gpu_lm", "name=run"]
+    subprocess.run([*HPCDIST, "run", CONFIG, *settings, *places], check=True)
+    return RunDir(folder / "runs" / "gpu_lm" / "run")
 
 
-def plain_step_seconds(ctx: Context, cfg: Config, lm: LmConfig, model: Decoder, optimizer: Optimizer) -> float:
-    """Return the median time of a step of a usual loop under autocast."""
-    loss_of: Callable[[Tensor, Tensor], Tensor] = next_token_loss
-    if ctx.device.type == "cuda":
-        loss_of = torch.compile(next_token_loss)
-    tokens = torch.randint(model.vocab_size, (lm.micro_batch_size or 1, lm.sequence_length + 1), device=ctx.device)
-    seconds = []
-    for step in range(1, STEPS + 1):
-        began = time.perf_counter()
-        with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
-            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm or 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-        if step > WARM_UP:
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+def plain(settings: list[str], *options: str) -> dict[str, float]:
+    """Run the plain loop and return its figures."""
+    command = [sys.executable, str(BASELINES / "plain_lm.py"), *options, CONFIG, *settings]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
-def speed(ctx: Context, cfg: Config, lm: LmConfig, report: Callable[[dict[str, Any]], None]) -> None:
-    """Report tokens per second and MFU, sharded and plain."""
-    vocab_size = VOCAB_SIZES[ctx.device.type]
-    flops = lm.model.flops_per_token(vocab_size, lm.sequence_length)
-    bound = measured_flops(ctx.device, torch.bfloat16)
-    report({"matmul_tflops": round(bound / 1e12, 1)})
-    if ctx.device.type == "cuda":
-        bound = specified_flops(torch.cuda.get_device_name()) or bound
-    num_tokens = (lm.micro_batch_size or 1) * lm.sequence_length
-    rates = []
-    for is_sharded in (True, False):
-        model, optimizer = build(ctx, cfg, lm.model, is_sharded=is_sharded)
-        measure = plain_step_seconds
-        if is_sharded:
-            measure = step_seconds
-        rate = num_tokens / measure(ctx, cfg, lm, model, optimizer)
-        rates.append(rate)
-        figures = {"tokens_per_s": round(rate), "model_tflops": round(rate * flops / 1e12, 1),
-                   "mfu": round(rate * flops / bound, 3)}  # fmt: skip
-        if ctx.device.type == "cuda":
-            figures["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
-            torch.cuda.reset_peak_memory_stats()
-        if not is_sharded:
-            figures = {f"plain_{name}": value for name, value in figures.items()}
-        report({"parameters": lm.model.num_parameters(vocab_size), **figures})
-        del model, optimizer
-        if ctx.device.type == "cuda":
-            torch.cuda.empty_cache()
-    report({"fsdp2_over_plain": round(rates[0] / rates[1], 3)})
+def logged(run: RunDir) -> dict[str, dict[int, float]]:
+    """Return the metrics of a run by name and step."""
+    records, _ = read_records(run.journal / "attempt-001.rank-00000.jsonl")
+    values: dict[str, dict[int, float]] = {}
+    for record in records:
+        for name, value in record.metrics.items():
+            values.setdefault(name, {})[record.step] = value
+    return values
 
 
-def stall(ctx: Context, cfg: Config, lm: LmConfig, report: Callable[[dict[str, Any]], None]) -> None:
-    """Report how long `ctx.save` and `torch.save` stop the training."""
-    model, optimizer = build(ctx, cfg, lm.model, is_sharded=True)
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad()
-    for step in range(1, NUM_SAVES + 1):
-        began = time.perf_counter()
-        ctx.save(step, model=model, optimizer=optimizer)
-        seconds = time.perf_counter() - began
-        manifest = ctx.run.checkpoints / f"step-{step:08d}"
-        while not manifest.exists():  # until it is on disk
-            time.sleep(0.1)
-            ctx.timer.alive()
-        report({f"save_{step}_s": round(seconds, 3), "until_durable_s": round(time.perf_counter() - began, 2)})
-    began = time.perf_counter()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, ctx.run.path / "plain.pt")
-    torch_seconds = time.perf_counter() - began
-    (ctx.run.path / "plain.pt").unlink()
-    report({"torch_save_s": round(torch_seconds, 2), "over_torch_save": round(seconds / torch_seconds, 4)})
+def usual(values: dict[int, float]) -> float:
+    """Return the median over the intervals, without the first one."""
+    return statistics.median(list(values.values())[1:])
 
 
-def train(ctx: Context, cfg: Config) -> None:
-    """Append the figures to `params.out`."""
-    lm = load_config("lm_1b").section(LmConfig)
-    if ctx.device.type == "cpu":
-        lm = LmConfig(model=SMALL, sequence_length=64, micro_batch_size=2)
+def speed(settings: list[str], folder: Path) -> None:
+    """Print the figures of the trainer and of the plain loop."""
+    metrics = logged(train(settings, folder))
+    lm = load_config(CONFIG, settings).section(LmConfig)
+    vocab_size = lm.model.padded_vocab_size(NUM_BYTE_TOKENS)
+    tflops_per_token = lm.model.flops_per_token(vocab_size, lm.sequence_length) / 1e12
+    rate = usual(metrics["train/tokens_per_s"])
+    of_matmul = usual(metrics["train/mfu_of_matmul"])
+    figures = {"tokens_per_s": rate, "model_tflops": rate * tflops_per_token, "mfu_of_matmul": of_matmul}
+    for name, metric in (("mfu", "train/mfu"), ("memory_gb", "train/memory_peak_gb")):
+        if metric in metrics:  # on a known GPU
+            figures[name] = usual(metrics[metric])
+    say(matmul_tflops=rate * tflops_per_token / of_matmul)
+    say(parameters=lm.model.num_parameters(vocab_size), **figures)
+    plain_figures = plain(settings)
+    plain_rate = plain_figures["plain_tokens_per_s"]
+    for name in ("model_tflops", "mfu_of_matmul", "mfu"):
+        if name in figures:
+            plain_figures[f"plain_{name}"] = figures[name] * plain_rate / rate
+    say(**plain_figures, fsdp2_over_plain=rate / plain_rate)
 
-    def report(figures: dict[str, Any]) -> None:
-        with Path(cfg.params["out"]).open("a") as file:
-            file.write(json.dumps(figures) + "\n")
 
-    measure = speed
-    if cfg.params["part"] == "stall":
-        measure = stall
-    measure(ctx, cfg, lm, report)
+def stall(settings: list[str], folder: Path, steps_per_save: int) -> None:
+    """Print how long saves of the trainer, and of `torch.save`, hold the training."""
+    saving = [f"checkpoint.every_steps={steps_per_save}", f"stop.max_steps={NUM_SAVES * steps_per_save}"]
+    run = train([*settings, *saving], folder)
+    saves = [phase for phase in read_json_lines(run.attempt(1).phases) if phase["cause"] == "checkpoint"]
+    newest = CheckpointStore(run.checkpoints).all()[0]
+    for number, save in enumerate(saves, start=1):
+        say(**{f"save_{number}_s": save["ended"] - save["began"]})
+    seconds = saves[-1]["ended"] - saves[-1]["began"]
+    say(until_durable_s=newest.created - saves[-1]["began"], slowed_s=slowed_s(settings, logged(run), steps_per_save))
+    torch_seconds = plain(settings, "--save", str(folder))["torch_save_s"]
+    say(torch_save_s=torch_seconds, over_torch_save=seconds / torch_seconds)
 
 
-def main() -> int:
+def slowed_s(settings: list[str], metrics: dict[str, dict[int, float]], steps_per_save: int) -> float:
+    """Return by how many seconds the steps after the second save were slower, until the next logged step."""
+    cfg = load_config(CONFIG, settings)
+    log_every = cfg.tracking.log_every_steps
+    num_tokens = log_every * (cfg.data.global_batch_size or 1) * cfg.section(LmConfig).sequence_length
+    rates = metrics["train/tokens_per_s"]
+    return num_tokens / rates[2 * steps_per_save + log_every] - num_tokens / usual(rates)
+
+
+def main() -> None:
     device = sys.argv[1]
-    part = "speed"
-    if "stall" in sys.argv:
-        part = "stall"
+    settings = [*SETTINGS, f"launch.device={device}", f"stop.max_steps={NUM_STEPS[device]}"]
+    if device == "cpu":
+        settings += SMALL
     with tempfile.TemporaryDirectory(prefix="gpu_lm-") as name:
-        folder, out = Path(name), Path(name, "figures.jsonl")
-        (folder / "gpu_lm.py").write_text(Path(__file__).read_text())
-        (folder / "lm.yaml").write_text(
-            "experiment: lm\ntrainer: gpu_lm:train\nlaunch: {max_restarts: 0, num_ranks: 1}\n"
-            "optim: {name: adamw, lr: 0.0001, max_grad_norm: 1.0}\ncheckpoint: {keep_last: 2}\n"
-        )
-        options = [f"launch.device={device}", f"params.out={out}", f"params.part={part}", f"runs_dir={folder}/runs"]
-        command = [sys.executable, "-m", "hpcdist", "run", "lm.yaml", *options, "tracking.uri=''"]
-        done = subprocess.run(command, cwd=folder, check=False)
-        if out.exists():
-            print(out.read_text(), flush=True)
-    return done.returncode
+        if "stall" in sys.argv:
+            stall(settings, Path(name), STEPS_PER_SAVE[device])
+        else:
+            speed(settings, Path(name))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
