@@ -44,9 +44,10 @@ from hpcdist import Config, Context
 from hpcdist.config.training_schema import DataConfig
 from hpcdist.data.windows import TokenWindows
 from hpcdist.rank.training_loop import Meter, build_optimizer, lr_factor, set_lr
-from hpcdist.trainers.lm import LmConfig, LmModelConfig
+from hpcdist.trainers.lm import LmConfig
 from hpcdist.trainers.lm.model import Decoder
 from hpcdist.trainers.lm.parallel import parallelize
+from hpcdist.trainers.lm.sizes import LmModelConfig
 from hpcdist.trainers.lm.train import Batches, next_token_loss, parameter_groups, train_step
 
 VOCAB_SIZE = 4096

@@ -24,8 +24,9 @@ from hpcdist.rank.context import close
 from hpcdist.run.figures import Text, read_figures
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
-from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
+from hpcdist.trainers.lm import LmConfig, LmMeshConfig
 from hpcdist.trainers.lm import train as trainer
+from hpcdist.trainers.lm.sizes import LmModelConfig
 
 #: An epoch has two steps of 10 windows, which 3 and 4 ranks cannot divide, and one of 5.
 NUM_WINDOWS, BATCH_SIZE, LENGTH = 25, 10, 8

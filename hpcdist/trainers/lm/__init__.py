@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpcdist.config.schema import Config
 from hpcdist.config.section import IS_PATH, ConfigSection, number
@@ -16,114 +17,20 @@ from hpcdist.data.documents import FOLDER_SUFFIXES
 from hpcdist.data.text_files import find_text_files
 from hpcdist.errors import ConfigError, plural
 from hpcdist.run.weight_files import TOKENIZER_FILE
-from hpcdist.trainers.lm.huggingface import config_document, section_values
+from hpcdist.trainers.lm.sizes import LmModelConfig, config_document, section_values
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpcdist.checkpoint.stored_weights import StoredWeights
+    from hpcdist.run.folder import RunDir
 
 #: Which activations of a layer the backward pass computes again.
 Recomputed = Literal["none", "selective", "full"]
 #: The layers to which LoRA can be added.
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LmModelConfig(ConfigSection):
-    """The sizes of the decoder; the names follow `LlamaConfig` of the package transformers."""
-
-    hidden_size: int = number(256, least=1)
-    """Width of the residual stream."""
-    num_layers: int = number(4, least=1)
-    """Number of layers."""
-    num_heads: int = number(4, least=1)
-    """Attention heads of a layer."""
-    num_kv_heads: int | None = number(None, least=1)
-    """Heads of keys and values, each for the same number of attention heads; null: num_heads."""
-    head_dim: int | None = number(None, least=2)
-    """Width of a head; null: hidden_size / num_heads."""
-    intermediate_size: int = number(768, least=1)
-    """Width of the hidden layer of an MLP."""
-    rope_theta: float = number(10_000.0, above=0)
-    """Base of the wavelengths of the rotary positions."""
-    norm_eps: float = number(1e-5, above=0)
-    """Added to the mean square in RMSNorm."""
-    tie_embeddings: bool = False
-    """Use one table for the embedding and the output."""
-    qkv_bias: bool = False
-    """Add a bias to queries, keys and values, as Qwen2 does."""
-    qk_norm: bool = False
-    """Normalise queries and keys of each head, as Qwen3 does."""
-    vocab_size: int | None = number(None, least=1)
-    """Rows of the embedding; null: the tokens of the tokenizer, padded to vocab_multiple."""
-    vocab_multiple: int = number(1, least=1)
-    """Pad the vocabulary of the tokenizer to a multiple of this number; GPUs compute multiples of 128 faster."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.hidden_size // self.num_heads
-
-    def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the number of rows of the embedding for a tokenizer of `vocab_size` tokens.
-
-        Raises ConfigError if the config has fewer.
-        """
-        if self.vocab_size is not None:
-            if self.vocab_size < vocab_size:
-                raise ConfigError(
-                    f"lm.model.vocab_size={self.vocab_size} is less than the {vocab_size} tokens of the tokenizer:"
-                    " raise it, or use a tokenizer with fewer tokens"
-                )
-            return self.vocab_size
-        return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    def num_parameters(self, vocab_size: int) -> int:
-        """Return the number of weights with an embedding of `vocab_size` rows."""
-        num_heads = 2 * self.num_heads + 2 * self.kv_heads  # queries and output, keys and values
-        layer = num_heads * self.head_size * self.hidden_size
-        layer += 3 * self.hidden_size * self.intermediate_size
-        layer += 2 * self.hidden_size
-        if self.qkv_bias:
-            layer += (self.num_heads + 2 * self.kv_heads) * self.head_size
-        if self.qk_norm:
-            layer += 2 * self.head_size
-        num_tables = 2
-        if self.tie_embeddings:
-            num_tables = 1
-        return self.num_layers * layer + num_tables * vocab_size * self.hidden_size + self.hidden_size
-
-    def flops_per_token(self, vocab_size: int, length: int) -> int:
-        """Return the FLOPs of a training step for each token of a sequence of `length` tokens.
-
-        6 for each weight of a matrix product, and causal attention (https://arxiv.org/abs/2204.02311, appendix B, of
-        which causal attention needs half).
-        """
-        num_weights = self.num_parameters(vocab_size)
-        if not self.tie_embeddings:
-            num_weights -= vocab_size * self.hidden_size  # looked up, not multiplied
-        attention = 6 * self.num_layers * self.num_heads * self.head_size * length
-        return 6 * num_weights + attention
-
-    def problems(self) -> list[str]:
-        """Return a message for each invalid value of this section."""
-        problems = []
-        if self.num_heads % self.kv_heads:
-            problems.append(
-                f"num_kv_heads={self.kv_heads} must divide num_heads={self.num_heads}: use a divisor of it, or null"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            problems.append(
-                f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: change one of them, or"
-                " set head_dim"
-            )
-        elif self.head_size % 2:
-            problems.append(f"head_dim must be even for the rotary positions, got {self.head_size}")
-        return problems
+#: Ends of the names of the weights that LoRA adds.
+LORA_WEIGHTS = ("lora_a", "lora_b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +125,18 @@ class LmLoraConfig(ConfigSection):
     def scale(self) -> float:
         """Factor of the added matrix."""
         return self.alpha / self.rank
+
+    def merged(self, name: str, weight: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return a weight with the matrix that is added to it, if there is one.
+
+        Args:
+            weights: those of the model, with those that LoRA adds.
+        """
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_a" not in weights:
+            return weight
+        product = weights[f"{layer}.lora_b"] @ weights[f"{layer}.lora_a"]
+        return weight + product * self.scale
 
     def problems(self) -> list[str]:
         """Return a message for each invalid value of this section."""
@@ -331,9 +250,15 @@ def two_tokenizers(corpus: CorpusConfig, source: str) -> str:
 
 
 def _exported_weights(config: Config, weights: StoredWeights) -> StoredWeights:
-    from hpcdist.trainers.lm.model import merged_when_read
+    """Return the weights of a model without LoRA that computes the same, each merged when it is read."""
+    lora = config.section(LmConfig).lora
+    own = weights.renamed({name: name for name in weights if not name.endswith(LORA_WEIGHTS)})
+    return own.changed(lambda name, weight: lora.merged(name, weight, weights))
 
-    return merged_when_read(weights, config.section(LmConfig).lora)
+
+def _hugging_face_config(config: Config, run: RunDir, weights: Mapping[str, Any]) -> dict[str, Any]:
+    lm = config.section(LmConfig)
+    return config_document(lm.model, lm.sequence_length, run, weights)
 
 
 TRAINER = Trainer(
@@ -349,7 +274,7 @@ TRAINER = Trainer(
     check_ranks=_check_ranks,
     check_host=_check_host,
     values_of_weights=section_values,
-    hugging_face_config=config_document,
+    hugging_face_config=_hugging_face_config,
     exported_weights=_exported_weights,
     charts={
         "loss": ("train/loss", "eval/loss"),

@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hpcdist.checkpoint.stored_weights import StoredWeights
-from hpcdist.trainers.lm import LmConfig, LmLoraConfig, LmModelConfig
-from hpcdist.trainers.lm.huggingface import EMBEDDING
+from hpcdist.trainers.lm import LORA_WEIGHTS, LmConfig, LmLoraConfig
+from hpcdist.trainers.lm.sizes import EMBEDDING, LmModelConfig
 
 #: Standard deviation of the initial weights, that of GPT-2 and Llama.
 INIT_STD = 0.02
-#: Ends of the names of the weights that LoRA adds.
-LORA_WEIGHTS = ("lora_a", "lora_b")
 #: Number of rows of a weight that `draw_normal` draws together.
 BLOCK_ROWS = 1024
 
@@ -219,30 +216,6 @@ def add_lora(model: Decoder, config: LmLoraConfig) -> None:
                 setattr(part, name, LoraLinear(layer, config))
 
 
-def merged_lora(weights: Mapping[str, Tensor], config: LmLoraConfig) -> dict[str, Tensor]:
-    """Return the weights of a model without LoRA that computes the same; those of a model without it as they are."""
-    merged = {}
-    for name, weight in weights.items():
-        if not name.endswith(LORA_WEIGHTS):
-            merged[name] = _merged(name, weight, weights, config)
-    return merged
-
-
-def merged_when_read(weights: StoredWeights, config: LmLoraConfig) -> StoredWeights:
-    """Return what `merged_lora` returns, of which each access computes one weight."""
-    own = weights.renamed({name: name for name in weights if not name.endswith(LORA_WEIGHTS)})
-    return own.changed(lambda name, weight: _merged(name, weight, weights, config))
-
-
-def _merged(name: str, weight: Tensor, weights: Mapping[str, Tensor], config: LmLoraConfig) -> Tensor:
-    """Return a weight with the matrix that LoRA adds to it, if there is one."""
-    layer = name.removesuffix(".weight")
-    if f"{layer}.lora_a" not in weights:
-        return weight
-    product = weights[f"{layer}.lora_b"] @ weights[f"{layer}.lora_a"]
-    return weight + product * config.scale
-
-
 class KeyValues:
     """Keys and values of the tokens so far in one layer.
 
@@ -271,7 +244,10 @@ class KeyValues:
 
 def whole_decoder(weights: Mapping[str, Tensor], config: LmConfig) -> Decoder:
     """Return a model of its own with the weights of a run, in which those of LoRA are merged."""
-    merged = merged_lora(weights, config.lora)
+    merged = {}
+    for name, weight in weights.items():
+        if not name.endswith(LORA_WEIGHTS):
+            merged[name] = config.lora.merged(name, weight, weights)
     with torch.device("meta"):
         model = Decoder(config.model, len(merged[EMBEDDING]))
     model.load_state_dict(merged, assign=True)

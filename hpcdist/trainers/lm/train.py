@@ -28,9 +28,9 @@ from hpcdist.rank.peak_flops import measured_flops, specified_flops
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.run.figures import Text
 from hpcdist.run.samples import MAX_RESULTS
-from hpcdist.trainers.lm import LmConfig
+from hpcdist.trainers.lm import LORA_WEIGHTS, LmConfig
 from hpcdist.trainers.lm.corpus import Corpus, prepare
-from hpcdist.trainers.lm.model import LORA_WEIGHTS, Decoder, add_lora, choose, whole_decoder
+from hpcdist.trainers.lm.model import Decoder, add_lora, choose, whole_decoder
 from hpcdist.trainers.lm.parallel import clip_gradients, data_index, exchange_replicas, free_gathered, parallelize
 
 log = logging.getLogger(__name__)

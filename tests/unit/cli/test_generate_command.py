@@ -13,8 +13,8 @@ from hpcdist.cli.generate import pieces_of_text
 from hpcdist.data.tokenizer import ByteTokenizer
 from hpcdist.errors import terminal_text
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.lm import LmModelConfig
 from hpcdist.trainers.lm.model import Decoder, generate
+from hpcdist.trainers.lm.sizes import LmModelConfig
 
 SIZES = LmModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16)
 TOKENIZER = ByteTokenizer()

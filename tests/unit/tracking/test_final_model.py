@@ -173,8 +173,8 @@ def test_language_model_takes_texts_of_any_length(scene: Scene) -> None:
     import torch
 
     from hpcdist.checkpoint.export import export_model
-    from hpcdist.trainers.lm import LmModelConfig
     from hpcdist.trainers.lm.model import Decoder
+    from hpcdist.trainers.lm.sizes import LmModelConfig
     from hpcdist.trainers.rnn import RnnConfig
     from hpcdist.trainers.rnn.train import LanguageModel
 

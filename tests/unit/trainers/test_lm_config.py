@@ -16,7 +16,8 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.run_parameters import effective_values
 from hpcdist.run.trainer_source import unread_keys
 from hpcdist.tracking.weight_source import find_weights
-from hpcdist.trainers.lm import LmConfig, LmMeshConfig, LmModelConfig
+from hpcdist.trainers.lm import LmConfig, LmMeshConfig
+from hpcdist.trainers.lm.sizes import LmModelConfig
 
 
 def config_of(text: str, tmp_path: Path, overrides: Sequence[str] = ()) -> Config:

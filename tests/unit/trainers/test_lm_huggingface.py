@@ -22,9 +22,9 @@ from hpcdist.config.written import StoredConfig
 from hpcdist.errors import ConfigError, ExportError
 from hpcdist.run.folder import RunDir
 from hpcdist.run.weight_files import hugging_face_weights
-from hpcdist.trainers.lm import LmConfig, LmModelConfig
-from hpcdist.trainers.lm.huggingface import config_document, section_values
+from hpcdist.trainers.lm import LmConfig
 from hpcdist.trainers.lm.model import Decoder, generate
+from hpcdist.trainers.lm.sizes import LmModelConfig, config_document, section_values
 
 #: Sizes at which no two dimensions of a weight are equal by chance.
 SIZES = {
@@ -107,8 +107,8 @@ def test_model_of_transformers_is_ours_in_both_directions(tmp_path: Path, name: 
 
 
 def test_new_model_is_exported_without_a_source(tmp_path: Path) -> None:
-    lm = LmConfig(model=LmModelConfig(num_kv_heads=None, tie_embeddings=True))
-    document = config_document(Config(sections={"lm": lm}), RunDir(tmp_path), {"model.embed_tokens.weight": range(128)})
+    model = LmModelConfig(num_kv_heads=None, tie_embeddings=True)
+    document = config_document(model, 300, RunDir(tmp_path), {"model.embed_tokens.weight": range(128)})
     expected = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -116,16 +116,16 @@ def test_new_model_is_exported_without_a_source(tmp_path: Path) -> None:
         "num_key_value_heads": 4,
         "head_dim": 64,
         "tie_word_embeddings": True,
-        "max_position_embeddings": lm.sequence_length,
+        "max_position_embeddings": 300,
         "eos_token_id": 256,  # of the tokenizer of bytes
     }
     assert {key: document[key] for key in expected} == expected
 
 
 def test_layers_without_an_architecture_are_not_exported(tmp_path: Path) -> None:
-    lm = LmConfig(model=LmModelConfig(qkv_bias=True, qk_norm=True))
+    model = LmModelConfig(qkv_bias=True, qk_norm=True)
     with pytest.raises(ExportError, match=r"^no architecture of transformers has lm.model.qkv_bias and lm.model.qk_n"):
-        config_document(Config(sections={"lm": lm}), RunDir(tmp_path), {"model.embed_tokens.weight": range(128)})
+        config_document(model, 300, RunDir(tmp_path), {"model.embed_tokens.weight": range(128)})
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from hpcdist.checkpoint.stored_weights import StoredWeights
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.lm import TRAINER, LmConfig, LmLoraConfig, LmModelConfig
-from hpcdist.trainers.lm.model import Decoder, add_lora, merged_lora, whole_decoder
+from hpcdist.trainers.lm import TRAINER, LmConfig, LmLoraConfig
+from hpcdist.trainers.lm.model import Decoder, add_lora, whole_decoder
+from hpcdist.trainers.lm.sizes import LmModelConfig
 
 SIZES = LmModelConfig(hidden_size=16, num_layers=2, intermediate_size=24, num_kv_heads=2, qkv_bias=True)
 LORA = LmLoraConfig(rank=2, alpha=6.0, targets=["q_proj", "down_proj"])
@@ -58,9 +59,10 @@ def test_merged_weights_compute_the_same() -> None:
     merged = whole_decoder(model.state_dict(), LmConfig(model=SIZES, lora=LORA))
     assert merged.state_dict().keys() == Decoder(SIZES, vocab_size=20).state_dict().keys()
     assert torch.allclose(merged(TOKENS), model(TOKENS), atol=1e-5)
-    other_scale = merged_lora(model.state_dict(), replace(LORA, alpha=12.0))
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.allclose(other_scale[name], merged.state_dict()[name])
+    state = model.state_dict()
+    other_scale = replace(LORA, alpha=12.0).merged(name, state[name], state)
+    assert not torch.allclose(other_scale, merged.state_dict()[name])
 
 
 def test_export_merges_a_weight_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_export_merges_a_weight_when_it_is_read(tmp_path: Path, monkeypatch: pyt
     config = Config(sections={"lm": LmConfig(model=SIZES, lora=LORA)})
     assert TRAINER.exported_weights is not None
     exported = TRAINER.exported_weights(config, weights)
-    expected = merged_lora(state, LORA)
+    expected = whole_decoder(state, LmConfig(model=SIZES, lora=LORA)).state_dict()
     assert list(exported) == list(expected)
     assert read == []
     layer = "model.layers.0.self_attn.q_proj"

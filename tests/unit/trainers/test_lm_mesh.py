@@ -12,9 +12,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from hpcdist.config.training_schema import OptimConfig
 from hpcdist.rank.training_loop import build_optimizer
-from hpcdist.trainers.lm import LmModelConfig, Recomputed, parallel
+from hpcdist.trainers.lm import Recomputed, parallel
 from hpcdist.trainers.lm.model import Decoder
 from hpcdist.trainers.lm.parallel import MESH_DIMENSIONS, data_index, parallelize
+from hpcdist.trainers.lm.sizes import LmModelConfig
 from hpcdist.trainers.lm.train import Pass, next_token_loss, parameter_groups, passes_of, train_step
 
 SIZES = LmModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from hpcdist.trainers.lm import LmModelConfig
 from hpcdist.trainers.lm.model import BLOCK_ROWS, Decoder, draw_normal, generate
+from hpcdist.trainers.lm.sizes import LmModelConfig
 
 VARIANTS = {
     "llama": LmModelConfig(num_kv_heads=2),
