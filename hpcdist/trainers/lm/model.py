@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hpcdist.checkpoint.sharded import copy_overlap, targets_of
 from hpcdist.trainers.lm import LORA_WEIGHTS, LmConfig, LmLoraConfig
 from hpcdist.trainers.lm.sizes import EMBEDDING, LmModelConfig
 
@@ -306,23 +305,12 @@ def draw_normal(weight: Tensor, std: float, seed: int, name: str) -> None:
 
     Blocks of rows have generators of their own, so that a rank draws the blocks of its own rows only.
     """
-    local = weight
-    shape = tuple(weight.shape)
-    offset = (0,) * len(shape)
-    if isinstance(weight, DTensor):
-        local = weight.to_local()
-        shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    if local.numel() == 0:
-        return
-    first_row, end_row = offset[0], offset[0] + shape[0]
-    others = tuple(slice(begin, begin + size) for begin, size in zip(offset[1:], shape[1:], strict=True))
-    for number in range(first_row // BLOCK_ROWS, math.ceil(end_row / BLOCK_ROWS)):
-        block_begin = number * BLOCK_ROWS
-        num_rows = min(BLOCK_ROWS, weight.shape[0] - block_begin)
-        digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        block = torch.empty(num_rows, *weight.shape[1:]).normal_(0.0, std, generator=generator)
-        begin = max(first_row, block_begin)
-        end = min(end_row, block_begin + num_rows)
-        rows = slice(begin - block_begin, end - block_begin)
-        local[begin - first_row : end - first_row] = block[(rows, *others)]
+    for target in targets_of(weight):
+        end_row = target.offset[0] + len(target.tensor)
+        for number in range(target.offset[0] // BLOCK_ROWS, math.ceil(end_row / BLOCK_ROWS)):
+            first_row = number * BLOCK_ROWS
+            num_rows = min(BLOCK_ROWS, weight.shape[0] - first_row)
+            digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+            block = torch.empty(num_rows, *weight.shape[1:]).normal_(0.0, std, generator=generator)
+            copy_overlap(block, (first_row, *[0] * (block.dim() - 1)), target)
