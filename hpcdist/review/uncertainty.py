@@ -16,6 +16,8 @@ _SPLITS = (("test",), ("val", "valid", "validation", "dev"))
 MAX_SAMPLES = 10**15
 #: Larger values, of diverged runs, have no useful mean.
 LARGEST_VALUE = 1e75
+#: Decimals of a number.
+MAX_DIGITS = 12
 #: Errors from here on are shown with exponents, because the value would have no decimals.
 _LARGE_ERROR = 1e5
 #: On the page of a run, where no value is a mean over seeds.
@@ -64,12 +66,19 @@ def share_error(share: float, num: int | None) -> float | None:
 
 
 def with_error(value: float, error: float | None, without: str) -> str:
-    """Return `0.978 ± 0.008`, rounded to the first digit of the error; the text `without` if the error is unknown."""
+    """Return `0.978 ± 0.008`, rounded to the first digit of the error; the text `without` if the error is unknown.
+
+    An error that begins with 1 has a second digit, `0.974 ± 0.010`: one digit could be wrong by half.
+    """
     if not error:
         return without
     if error >= _LARGE_ERROR:
         return f"{value:.6g} ± {error:.1g}"
-    digits = num_digits(error)
+    first_digit, _, exponent = f"{error:.0e}".partition("e")
+    digits = -int(exponent)
+    if first_digit == "1":
+        digits += 1
+    digits = min(max(digits, 0), MAX_DIGITS)
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
@@ -106,5 +115,5 @@ def ends(interval: Sequence[float] | None) -> str:
 
 
 def num_digits(error: float) -> int:
-    """Return the number of decimals up to the first digit of an error, at most 12."""
-    return max(0, -math.floor(math.log10(max(error, 1e-12))))
+    """Return the number of decimals up to the first digit of an error, at most MAX_DIGITS."""
+    return max(0, -math.floor(math.log10(max(error, 10**-MAX_DIGITS))))

@@ -64,7 +64,7 @@ def test_seeds_of_a_setting_count_with_their_mean(make: Make, runs_dir: Path) ->
     make("single", 0.85)
     first, second = as_data(rank_runs(find_runs(runs_dir))[0])
     assert (first["name"], first["against_best"]) == ("exp/single", None)
-    assert (second["name"], second["text"]) == ("exp/grid lr=1", "0.8 ± 0.1 s.d. (n=2)")
+    assert (second["name"], second["text"]) == ("exp/grid lr=1", "0.80 ± 0.14 s.d. (n=2)")
     assert second["against_best"]["word"] == "too few seeds"
     assert [run["value"] for run in second["runs"]] == [0.9, 0.7]
 

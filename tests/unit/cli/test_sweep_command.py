@@ -127,11 +127,11 @@ def test_repeat_sets_seeds_and_settings_are_compared_by_means(hpcdist: Cli, cell
     assert [cell.name for cell in SweepDir(Path("runs/digits/tune")).cells()] == [
         f"tune-lr_{lr}-seed_{seed}" for lr in (0.1, 0.2) for seed in (1, 2, 3)
     ]
-    assert re.search(r"lr=0.2 +. +0.92 ± 0.01 s.d. \(n=3\) . within noise +. +3 ", result.out), result.out
-    assert re.search(r"lr=0.2 +. +0.92 ± 0.01 s.d. \(n=3\) . within noise +. +3 ", hpcdist("status", "tune").out)
+    assert re.search(r"lr=0.2 +. +0.920 ± 0.010 s.d. \(n=3\) . within noise +. +3 ", result.out), result.out
+    assert re.search(r"lr=0.2 +. +0.920 ± 0.010 s.d. \(n=3\) . within noise +. +3 ", hpcdist("status", "tune").out)
     document = json.loads(hpcdist("status", "tune", "--json").out)
     assert [(one["label"], one["text"]) for one in document["settings"]] == [
-        ("lr=0.1", "0.92 ± 0.01 s.d. (n=3)"), ("lr=0.2", "0.92 ± 0.01 s.d. (n=3)"),
+        ("lr=0.1", "0.920 ± 0.010 s.d. (n=3)"), ("lr=0.2", "0.920 ± 0.010 s.d. (n=3)"),
     ]  # fmt: skip
     assert re.search(r"lr=0.2 .* within noise", hpcdist("compare", "tune").out)
     found = json.loads(hpcdist("compare", "tune", "--json").out)

@@ -358,16 +358,16 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
     text = plain(describe_sweep(facts, max_chars=8000))
     assert text.startswith(
-        "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 s.d. (n=3)** (highest is best), "
+        "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.950 ± 0.010 s.d. (n=3)** (highest is best), "
         "within noise of lr=0.1\n\nState at 1970-01-01 00:26 UTC, when it ended.\n\n"
         "| Setting | best eval/acc | Against the best | At step | State |\n| --- | --- | --- | --- | --- |\n"
-        "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | the best |  | 3 finished |\n"
+        "| lr=0.2 | 0.950 ± 0.010 s.d. (n=3) | the best |  | 3 finished |\n"
         "| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | within noise (-0.01) |  | 3 finished |\n"
         "| lr=0.3 | 0.5 (n=1) | too few seeds (-0.45) |  | 2 failed, 1 finished |"
     )
     assert "Best cell" not in text
     assert [one.row[1:] for one in compare_settings(facts)] == [
-        ("lr=0.2", "0.95 ± 0.01 s.d. (n=3)", "", "", ""),
+        ("lr=0.2", "0.950 ± 0.010 s.d. (n=3)", "", "", ""),
         ("lr=0.1", "0.94 ± 0.05 s.d. (n=3)", "-0.01", "-0.12 to +0.10", "within noise"),
         ("lr=0.3", "0.5 (n=1)", "-0.45", "", "too few seeds"),
     ]
@@ -377,7 +377,7 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     assert [one.verdict for one in on_other_data] == ["", *2 * ["not comparable (other data)"]]
     diverged = replace(facts, cells=(*cells, *(replace(cells[0], value=one) for one in (math.nan, math.inf, 1e300))))
     assert setting_rows(diverged)[:2] == [
-        ("lr=0.2", "0.95 ± 0.01 s.d. (n=3)", "the best", "3"),
+        ("lr=0.2", "0.950 ± 0.010 s.d. (n=3)", "the best", "3"),
         ("lr=0.1", "0.94 ± 0.05 s.d. (n=3)", "within noise (-0.01)", "6"),
     ]
     worst = setting_rows(replace(facts, monitor_mode="min"))

@@ -15,7 +15,7 @@ VAL = DatasetRecord(name="digits", split="val", num_samples=100, digest="2b")
     ("metric", "value", "datasets", "text"),
     [
         ("eval/accuracy", 356 / 364, (TRAIN, TEST), "0.978 ± 0.008"),
-        ("accuracy", 1.0, (TRAIN, TEST), "1.000 ± 0.001"),
+        ("accuracy", 1.0, (TRAIN, TEST), "1.0000 ± 0.0014"),
         ("eval/accuracy", 0.9, (DatasetRecord(name="big", split="test", num_samples=10**6),), "0.9000 ± 0.0003"),
         ("val/accuracy", 0.5, (TRAIN, TEST, VAL), "0.50 ± 0.05"),
         ("validation_accuracy", 0.5, (TRAIN, TEST, VAL), "0.50 ± 0.05"),
@@ -50,6 +50,11 @@ def test_error_of_a_proportion_is_half_of_wilsons_interval(num_correct: int, num
 
 def test_values_are_rounded_by_their_errors() -> None:
     assert with_error(12345678.0, 2e6, "") == "1.23457e+07 ± 2e+06"
-    assert mean_text([0.98, 0.99, 0.97]) == "0.98 ± 0.01 s.d. (n=3)"
+    assert mean_text([0.967, 0.9863, 0.9698]) == "0.974 ± 0.010 s.d. (n=3)", "0.0104"
+    assert mean_text([0.978, 0.9725, 0.9588]) == "0.970 ± 0.010 s.d. (n=3)", "0.0099 has as many digits"
+    assert (with_error(97.5, 1.6, ""), with_error(97.5, 1.2, ""), with_error(97.5, 14.0, "")) == (
+        "98 ± 2", "97.5 ± 1.2", "98 ± 14"
+    )  # fmt: skip
+    assert with_error(0.5, 1e-20, "") == "0.500000000000 ± 0.000000000000"
     assert (mean_text([0.5]), mean_text([0.5, 0.5]), mean_text([])) == ("0.5 (n=1)", "0.5 (n=2)", "")
     assert (signed(0.00999, None), signed(-0.0123, (-0.5, 0.5)), signed(0.0, None)) == ("+0.0100", "-0.01", "0")
