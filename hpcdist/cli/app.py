@@ -58,19 +58,28 @@ def make_app(command: str = "") -> typer.Typer:
             if name not in ("bench", "image", "devcluster"):  # groups with a help of their own
                 for registered in module.app.registered_commands:
                     registered.rich_help_panel = panel
-            _keep_examples(module.app)
+            _set_help(module.app)
             app.add_typer(module.app, rich_help_panel=panel)
     return app
 
 
-def _keep_examples(app: typer.Typer) -> None:
-    """Make the help show each example on its own line: Click joins lines of paragraphs that do not begin with \\b."""
+def _set_help(app: typer.Typer) -> None:
+    """Set the help of the commands: their docstrings, with each paragraph on one line, which the terminal wraps.
+
+    Each example keeps its own line. Some versions of Typer join the lines of all paragraphs that do not begin with \\b,
+    others of none.
+    """
     for command in app.registered_commands:
-        text = inspect.getdoc(command.callback) or ""
-        command.help = text.replace("Examples:\n", "\b\nExamples:\n")
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        for index, text in enumerate(paragraphs):
+            if text.startswith("Examples:\n"):
+                paragraphs[index] = f"\b\n{text}"
+            else:
+                paragraphs[index] = text.replace("\n", " ")
+        command.help = "\n\n".join(paragraphs)
     for group in app.registered_groups:
         if group.typer_instance is not None:
-            _keep_examples(group.typer_instance)
+            _set_help(group.typer_instance)
 
 
 def _print_version(wanted: bool) -> None:
