@@ -13,7 +13,7 @@ from hpcdist.errors import duration
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import Interval, Ledger, hours_text
 from hpcdist.review.markdown import one_line, text_of
-from hpcdist.review.metric_series import Series, group_of, is_hidden, ranked, thinned
+from hpcdist.review.metric_series import SYSTEM_PREFIX, Series, group_of, ranked, thinned
 from hpcdist.review.svg import (
     BOTTOM,
     HEIGHT,
@@ -37,7 +37,6 @@ from hpcdist.review.svg import (
     with_legend,
 )
 from hpcdist.run.figures import Curves, Figure, Histogram, Matrix, Text
-from hpcdist.run.mlflow_limits import ATTEMPT
 
 
 def line_chart(
@@ -292,7 +291,7 @@ def metric_charts(
     in_declared = {key for keys in keys_by_title.values() for key in keys}
     constant = {key for key in _CONSTANTS if key in series and series[key].lowest == series[key].highest}
     without_chart = in_declared.union(_COUNTERS, constant)
-    others = [key for key in series if not is_hidden(key) and key not in without_chart]
+    others = [key for key in series if not key.startswith(SYSTEM_PREFIX) and key not in without_chart]
     groups: dict[str, list[str]] = {}
     for key in sorted(others, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(group_of(key), []).append(key)
@@ -338,11 +337,7 @@ def _not_finite(key: str, logged: Series) -> list[str]:
 
 def _starts(keys: Sequence[str], series: Mapping[str, Series], facts: RunFacts | None) -> dict[float, str]:
     """Return the names of the attempts by the step at which each begins."""
-    first_steps: dict[float, int] = {}
-    if facts is not None and facts.is_script:
-        first_steps = _first_steps_of(series[key] for key in keys)
-    elif ATTEMPT in series:
-        first_steps = {number: step for step, number in series[ATTEMPT].points}
+    first_steps = _first_steps_of(series[key] for key in keys)
     if facts is not None and not facts.is_script:  # a trainer's attempt begins before it first logs
         for attempt in facts.attempts:
             if attempt.first_step is not None:

@@ -13,7 +13,7 @@ from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, lost_text, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.markdown import clock, text_of
-from hpcdist.review.metric_series import Series, is_hidden, median_speeds
+from hpcdist.review.metric_series import SYSTEM_PREFIX, Series, median_speeds
 from hpcdist.review.svg import number
 from hpcdist.review.sweep_facts import SweepFacts
 from hpcdist.review.uncertainty import ends, signed
@@ -218,7 +218,7 @@ def _metrics(series: Mapping[str, Series]) -> dict[str, str]:
     """Return the last values; the best one of the primary metric is in the table of results."""
     rows = {}
     for key, points in sorted(series.items()):
-        if not is_hidden(key) and points.last is not None:
+        if not key.startswith(SYSTEM_PREFIX) and points.last is not None:
             rows[f"{key}, last"] = number(points.last)
     return rows
 
@@ -228,7 +228,7 @@ Values = Mapping[str, Mapping[int, float]]
 #: Metrics that a sentence names.
 _SHOWN = 6
 #: Metrics that measure the machine or the time, which no run repeats exactly.
-_MEASURED = ("attempt", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
+_MEASURED = ("system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
 _MEASURED_END = re.compile(r"(^|_|/)(s|ms|us|ns|seconds?|sec|hours|time|runtime|latency|per_s|per_sec|per_second)$")
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from hpcdist.run.mlflow_limits import ATTEMPT, clean_metric_name
+from hpcdist.run.mlflow_limits import clean_name
 
 #: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
 MAX_POINTS = 4096
@@ -154,14 +154,9 @@ def is_read(key: str) -> bool:
     return not is_of_node
 
 
-def is_hidden(key: str) -> bool:
-    """Return whether a report has no chart of a metric: system metrics, and the marks of attempts, which are lines."""
-    return key == ATTEMPT or key.startswith(SYSTEM_PREFIX)
-
-
 def is_of_hpcdist(key: str) -> bool:
     """Return whether hpcdist itself logs a metric of the journal beside those of the code."""
-    return is_hidden(key) or key == WORLD_SIZE or key.startswith(_TIME_PREFIX)
+    return key == WORLD_SIZE or key.startswith((SYSTEM_PREFIX, _TIME_PREFIX))
 
 
 def group_of(key: str) -> str:
@@ -201,7 +196,7 @@ def common_metric(logged: Sequence[Iterable[str]], monitor: str, mode: str) -> t
     """
     counts = Counter(key for metrics in logged for key in metrics if not is_of_hpcdist(key))
     if monitor:
-        name = clean_metric_name(monitor)
+        name = clean_name(monitor)
         if name in counts:
             return name, mode
     most = [key for key, count in counts.items() if count == max(counts.values())]

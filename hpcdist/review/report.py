@@ -32,7 +32,6 @@ from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.review.verdict import judge
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
-from hpcdist.run.mlflow_limits import ATTEMPT
 from hpcdist.run.sweeps import SweepDir, setting_of
 
 ReadSeries = Callable[[RunDir], Mapping[str, Series]]
@@ -180,7 +179,7 @@ def render_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> s
         "run": run,
         "facts": facts,
         "ledger": part(read_ledger) or Ledger(),
-        "series": {key: points for key, points in sorted(series.items()) if key != ATTEMPT},
+        "series": dict(sorted(series.items())),
         "other_charts": other_charts,
         "trainer_charts": trainer_charts,
         "figures": figures,

@@ -14,8 +14,6 @@ import re
 #: Maximum numbers of characters of the values of a parameter and a tag, as in MLflow.
 MAX_PARAM, MAX_TAG = 6000, 8000
 MAX_NAME = 250
-#: Metric of the shipper, with one point per attempt.
-ATTEMPT = "attempt"
 _NOT_IN_NAMES = re.compile(r"[^\w./: -]")
 #: End of a changed name. An allowed name with such an end is changed as well, since it could equal a changed one.
 _SUFFIX = re.compile(r"--[0-9a-f]{12}")
@@ -63,13 +61,6 @@ def clean_name(name: str) -> str:
 @functools.cache  # each record of a run with many names would repeat the warning
 def _note_change(shown: str, cleaned: str) -> None:
     log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, cleaned)
-
-
-def clean_metric_name(name: str) -> str:
-    """Return a metric's name as `clean_name` does, and change the reserved name of the metric `attempt`."""
-    if name == ATTEMPT:
-        return ATTEMPT + hash_suffix(name)
-    return clean_name(name)
 
 
 def cut_with_mark(text: str, limit: int) -> str:

@@ -19,7 +19,7 @@ from hpcdist.review.facts import CheckpointFacts, best_checkpoint, finite_number
 from hpcdist.review.markdown import PATCH, escaped
 from hpcdist.run.checkpoint_files import MANIFEST_FILE, complete_checkpoints, step_of
 from hpcdist.run.folder import RunDir
-from hpcdist.run.mlflow_limits import clean_metric_name
+from hpcdist.run.mlflow_limits import clean_name
 from hpcdist.tracking.mlflow_client import (
     MlflowRun,
     all_pages,
@@ -167,7 +167,7 @@ def move_best(run: MlflowRun, name: str, version: str, monitored: CheckpointConf
     """
     try:
         with translated(run.uri):
-            metric = clean_metric_name(monitored.monitor)
+            metric = clean_name(monitored.monitor)
             value = finite_number(run.client.get_run(run.run_id).data.metrics.get(metric))
             if value is None:
                 log.debug("%s/%s has no metric %s: the alias %s is not moved", name, version, metric, ALIAS)
@@ -365,7 +365,7 @@ class CheckpointModels:
         """
         client, run_id = self._mlflow_run.client, self._mlflow_run.run_id
         logged = {metric.key for metric in model.metrics or ()}
-        own_metrics = {clean_metric_name(key): value for key, value in kept.metrics.items()}
+        own_metrics = {clean_name(key): value for key, value in kept.metrics.items()}
         missing = {key: value for key, value in own_metrics.items() if key not in logged}
         metrics = []
         for key, value in missing.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.host.retry import retry
-from hpcdist.run.mlflow_limits import ATTEMPT, clean_metric_name
+from hpcdist.run.mlflow_limits import clean_name
 from hpcdist.tracking import journal
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.node_charts import NodeCharts
@@ -126,7 +126,7 @@ class JournalTail:
         """
         time_ms, step, metrics = record
         for raw, value in metrics.items():
-            key = clean_metric_name(raw)
+            key = clean_name(raw)
 
             def was_seen(key: str = key) -> bool:
                 return self._was_seen(attempt, key, step, points)
@@ -136,11 +136,6 @@ class JournalTail:
                 seen = self._seen.get(attempt)
                 if seen is not None:
                     seen[key].add(step)
-        # System metrics count seconds, not steps.
-        has_steps = any(not key.startswith("system/") for key in metrics)
-        mark = self._sent.mark(attempt, step) if has_steps else None
-        if mark is not None:
-            points.append(Point(ATTEMPT, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
         """Return whether a step was sent: the journal is read again once, when a step first does not increase."""
@@ -168,6 +163,6 @@ class JournalTail:
                     chunk = journal.read_range(file.path, offset, end)
                 for record in chunk.records:
                     for raw in record.metrics:
-                        seen[clean_metric_name(raw)].add(record.step)
+                        seen[clean_name(raw)].add(record.step)
                 offset = chunk.offset
         return seen

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hpcdist.run.mlflow_limits import clean_metric_name
+from hpcdist.run.mlflow_limits import clean_name
 from hpcdist.tracking import journal
 from hpcdist.tracking.system_charts import charted
 
@@ -107,7 +107,7 @@ class NodeCharts:
             kinds = ("max",) if name in _FULLEST else ("mean",)
         metrics = {f"{group}/nodes_{kind}/{name}": statistics[kind] for kind in kinds}
         # A long step may be the newest one in two intervals.
-        first = clean_metric_name(next(iter(metrics)))
+        first = clean_name(next(iter(metrics)))
         steps_sent = self._sent_steps.get(first, {}).get(attempt)
         if steps_sent is not None:
             step = max(step, steps_sent[1] + 1)

@@ -17,7 +17,7 @@ from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.review.metric_series import median_speeds
 from hpcdist.run.figures import read_texts
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.mlflow_limits import MAX_TAG, clean_metric_name
+from hpcdist.run.mlflow_limits import MAX_TAG, clean_name
 from hpcdist.run.training_record import DatasetRecord
 from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
@@ -95,7 +95,7 @@ class RunPage:
 
 def best_metric(monitor: str) -> str:
     """Return the metric with the best value, by which MLflow can sort runs: its other metrics are last values."""
-    return clean_metric_name(f"{BEST_PREFIX}{monitor}")
+    return clean_name(f"{BEST_PREFIX}{monitor}")
 
 
 def _cause(run: RunDir, state: State) -> "Finding | None":

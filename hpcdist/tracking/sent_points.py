@@ -34,8 +34,6 @@ class SentPoints(Sent):
     """Metric → its number of points before thinning, and its open bucket (`PointBudget`)."""
     node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Attempt → its intervals of node metrics (`NodeCharts`)."""
-    marks: dict[str, int] = field(default_factory=dict)
-    """Attempt → step of its point of the metric `attempt`."""
     newest_counts: bool = False
     """Of a script, which may start from scratch: each attempt sends its own points of a (key, step)."""
 
@@ -79,21 +77,6 @@ class SentPoints(Sent):
         elif once:
             return step not in bounds and not was_seen()  # the lowest and the highest step were sent
         return True
-
-    def mark(self, attempt: int, step: int) -> int | None:
-        """Return the step for an attempt's point of the metric `attempt`, and record it.
-
-        None if the attempt has its point, or if it gets none, because a later attempt has one at an earlier step.
-        """
-        if str(attempt) in self.marks:
-            return None
-        later = [mark for other, mark in self.marks.items() if int(other) > attempt]
-        if later and (step >= min(later) or not self.newest_counts):
-            return None
-        if not self.newest_counts:
-            step = max([step, *(mark + 1 for mark in self.marks.values())])
-        self.marks[str(attempt)] = step
-        return step
 
 
 def is_complete(run: RunDir) -> bool:

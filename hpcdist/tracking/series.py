@@ -12,7 +12,6 @@ from hpcdist.host.ownership import is_mine
 from hpcdist.host.retry import retry
 from hpcdist.review.metric_series import MAX_SERIES, SYSTEM_PREFIX, LastValue, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.run.mlflow_limits import ATTEMPT
 from hpcdist.tracking.journal import journal_files
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.metric_point import Point
@@ -22,7 +21,7 @@ from hpcdist.tracking.sent_points import SentPoints, is_of_script
 #: In the folder of the journal.
 LAST_VALUES_FILE = "last-values.json"
 #: Rises when other points count: a file of an older hpcdist is then computed again.
-LAST_VALUES_RULE = 2
+LAST_VALUES_RULE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +104,10 @@ def _compute_last_values(run: RunDir) -> dict[str, LastValue]:
 
 
 def read_values(run: RunDir) -> dict[str, dict[int, float]]:
-    """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
+    """Return all logged values of a run by metric and step, without system metrics."""
     values: dict[str, dict[int, float]] = {}
     for point in _points(run):
-        if is_read(point.key) and point.key != ATTEMPT:
+        if is_read(point.key):
             values.setdefault(point.key, {})[point.step] = point.value
     return values
 

@@ -342,8 +342,8 @@ def test_series_of_a_run_have_repeated_steps_once(tmp_path: Path) -> None:
     scene.log({"system/n1/gpu_0_power_usage_watts": [1.0, 3.0], "system/n2/gpu_0_power_usage_watts": [9.0]})
     scene.log({"train/loss": [30.0, 4.0]}, attempt=2, first=3)
     series = read_series(scene.run)
-    assert set(series) == {"train/loss", "attempt", "system/gpu_0_power_usage_watts"}
+    assert set(series) == {"train/loss", "system/gpu_0_power_usage_watts"}
     assert series["system/gpu_0_power_usage_watts"].highest == 9.0, "over all nodes"
     assert set(read_values(scene.run)) == {"train/loss"}
     assert series["train/loss"].points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert [attempt for _, attempt in series["attempt"].points] == [1, 2]
+    assert series["train/loss"].steps_of_attempts == {1: (1, 3), 2: (4, 4)}

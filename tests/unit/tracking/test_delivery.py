@@ -30,7 +30,7 @@ from hpcdist.tracking.upload_state import SentFacts, SentFiles, state_key
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     scene.log([10, 20])
     scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"odd[0]":NaN,"up":Infinity}}\n{"torn')
-    assert scene.shipper().ship_once() == 5
+    assert scene.shipper().ship_once() == 4
     run = scene.entity
     assert run.info.status == "RUNNING"
     assert run.info.run_name == "first"
@@ -45,7 +45,7 @@ def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     assert scene.steps() == [10, 20]
     assert math.isnan(run.data.metrics["odd_0_--4f0c463a3ad8"])
     assert run.data.metrics["up"] > 1e308
-    assert run.data.metrics["attempt"] == 1
+    assert set(run.data.metrics) == {"loss", "odd_0_--4f0c463a3ad8", "up"}, "those of the code alone"
     assert scene.artifacts() == {"config.yaml", "environment.json", "report.html"}
     location = scene.client.get_experiment(run.info.experiment_id).artifact_location
     assert location == (scene.run.path.parents[2] / "mlartifacts" / "exp").as_uri()
@@ -191,7 +191,7 @@ def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
     with pytest.raises(TrackingError, match=f"run {run_id} is deleted .*`mlflow runs restore --run-id {run_id}`"):
         live.ship_once()
     scene.client.restore_run(run_id)
-    assert live.ship_once() == 4
+    assert live.ship_once() == 3
 
     other = RunDir.create(scene.run.path.parent / "second")
     other.config.write_text("{}")
@@ -214,7 +214,7 @@ def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
         live.ship_once()
     unreadable.rmdir()
     scene.log([1])
-    assert live.ship_once() == 2
+    assert live.ship_once() == 1
 
 
 def test_concurrently_created_experiment_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_names_values_and_files_with_any_characters(scene: Scene, caplog: pytest
     assert [one.split("'")[1] for one in warned] == ["params.lr[0]"], "no name of a tag that no resume has changed"
     assert run.data.tags["équipe"] == "Zürich 🏔"
     assert run.data.tags["hpcdist.reason"] == "Gerät 数据: ?"
-    assert len(run.data.metrics) == 2, "a name with a lone surrogate is a damaged line"
+    assert len(run.data.metrics) == 1, "a name with a lone surrogate is a damaged line"
     assert {"Ergebnis 数据 🚀.txt", "logs/attempt-001/rank-00000.log"} <= scene.artifacts()
     copy = scene.client.download_artifacts(scene.run_id, "Ergebnis 数据 🚀.txt")
     assert Path(copy).read_text() == "größe"

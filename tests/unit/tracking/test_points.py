@@ -18,7 +18,7 @@ from hpcdist.rank.system_metrics import _usage
 from hpcdist.review.charts import metric_charts
 from hpcdist.review.facts import read_facts
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.mlflow_limits import clean_metric_name
+from hpcdist.run.mlflow_limits import clean_name
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal_tail, point_budget
 from hpcdist.tracking.batches import PointBatches
@@ -35,27 +35,6 @@ def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: s
     with open(folder / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl", "a") as file:
         for step in steps:
             file.write(json.dumps({"t": time_ms + step, "s": step, "m": {key: attempt * 1000 + step}}) + "\n")
-
-
-def test_each_attempt_has_its_own_mark_even_at_the_same_step(tmp_path: Path) -> None:
-    progress = SentPoints()
-
-    def new_marks() -> list[tuple[int, float]]:
-        tail = JournalTail(tmp_path, progress)
-        points: list[Point] = []
-        while chunks := tail.next_chunks(99, over=False):
-            points += tail.new_points(chunks)
-            progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
-        return [(point.step, point.value) for point in points if point.key == "attempt"]
-
-    write(tmp_path, 1, [7], key="system/cpu")
-    assert new_marks() == []
-    write(tmp_path, 1, [10, 20])
-    write(tmp_path, 2, [15, 20])
-    write(tmp_path, 3, [15, 30])
-    assert new_marks() == [(10, 1), (15, 2), (16, 3)]
-    write(tmp_path, 2, [40])
-    assert new_marks() == []
 
 
 def test_missing_damaged_or_foreign_state_loads_as_empty(tmp_path: Path) -> None:
@@ -110,7 +89,7 @@ class ExpectedContent:
             if any(before) or any(after) or step in shipped.get(attempt, set()):
                 continue
             shipped.setdefault(attempt, set()).add(step)
-            self.values[clean_metric_name(key), step] = value
+            self.values[clean_name(key), step] = value
 
 
 def make_run(folder: Path) -> RunDir:
@@ -199,10 +178,9 @@ def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch:
         if simulation.random.random() < 0.7:
             simulation.ship(attempt, over=False)
     simulation.ship_rest(attempt)
-    metrics = [point for point in simulation.received if point.key != "attempt"]
-    assert {(point.key, point.step): point.value for point in metrics} == simulation.expected.values
-    assert len(metrics) == len(simulation.expected.values)
-    assert len({point.step for point in simulation.received if point.key == "attempt"}) <= attempt
+    received = simulation.received
+    assert {(point.key, point.step): point.value for point in received} == simulation.expected.values
+    assert len(received) == len(simulation.expected.values)
 
 
 def test_newest_attempt_counts_for_a_script_without_resume(tmp_path: Path) -> None:

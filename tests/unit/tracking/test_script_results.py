@@ -114,7 +114,7 @@ def test_last_values_of_an_ended_run_are_kept(scene: Scene, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(series, "_points", lambda run: pytest.fail("the journal is read again"))
         assert read() == expected, "also NaN"
-    of_other_rule = kept.read_text().replace('"rule": 2', '"rule": 1').replace("NaN", "1")
+    of_other_rule = kept.read_text().replace('"rule": 3', '"rule": 2').replace("NaN", "1")
     for damage in ("{", json.dumps({"sizes": {}}), kept.read_text().replace("[", "[[0],"), of_other_rule):
         kept.write_text(damage)
         assert read() == expected

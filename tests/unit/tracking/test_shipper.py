@@ -54,8 +54,8 @@ def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
         {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": renewed, "acquired": 0},
     )
     report = sync(scene.run, scene.uri)
-    assert report == SyncReport(num_points=6, num_broken=1, num_artifacts=3, closed="its supervisor died")
-    assert str(report) == "6 points and 3 artifacts uploaded, 1 damaged lines skipped; closed: its supervisor died"
+    assert report == SyncReport(num_points=4, num_broken=1, num_artifacts=3, closed="its supervisor died")
+    assert str(report) == "4 points and 3 artifacts uploaded, 1 damaged lines skipped; closed: its supervisor died"
     state = scene.run.read_state()
     assert (state.status, state.reason, state.ended) == ("failed", "its supervisor died", renewed)
     assert (scene.entity.info.status, scene.entity.info.end_time) == ("FAILED", int(renewed * 1000))
