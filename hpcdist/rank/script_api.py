@@ -178,7 +178,7 @@ class RunningScript:
         heartbeat.note_logged(metrics, step)
         if step:  # MLflow's client logs step 0 where a script passes none
             self._count_logged(metrics, step)
-        elif step == 0:
+        elif step == 0 and not heartbeat.step:  # a step after others is a value without one
             self._logged_at_zero.update(metrics)
         heartbeat.beat()
 

@@ -120,8 +120,21 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
         (2, [7], None),
         (1, [0, 1, 2], -1),
         (2, [0, 100, 200], -1),
+        # MLflow's client logs a value without a step at 0.
+        (1, [1, 0, 2, 3], 0),
+        (2, [101, 102, 0, 103], 100),
     ],
-    ids=["first attempt", "every hundredth step", "each step", "from a checkpoint", "one report", "from 0", "again"],
+    ids=[
+        "first attempt",
+        "every hundredth step",
+        "each step",
+        "from a checkpoint",
+        "one report",
+        "from 0",
+        "again",
+        "a value without a step",
+        "one after a restart",
+    ],
 )
 def test_attempt_of_a_script_begins_where_its_reports_show_it(
     run: RunDir, records: RankRecords, attempt: int, reported: list[int], first_step: int | None
