@@ -121,8 +121,8 @@ class AttemptFacts:
 
     @property
     def is_bug(self) -> bool:
-        """Whether an error of the code or config has ended it, also one of hpcdist: no signal, fault or time limit."""
-        return self.failure in _OF_CODE and not self.is_fault
+        """Whether an exit or an error of code or config, also of hpcdist, ended it: no signal, fault or time limit."""
+        return self.failure in (*_OF_CODE, "vanished") and not self.is_fault
 
     @property
     def end(self) -> str:

@@ -117,6 +117,15 @@ def test_error_of_a_device_is_an_interruption(scene: ReportScene, is_fault: bool
     assert f'<td class="{end}">{end}</td>' in page_of(scene)
 
 
+@pytest.mark.parametrize(
+    ("kind", "end"), [("vanished", "failed"), ("unfit", "interrupted"), ("not_started", "interrupted")]
+)
+def test_exit_of_the_code_is_no_interruption(scene: ReportScene, kind: str, end: str) -> None:
+    scene.attempt_file("failure.json", failure("exited with code 3 without a report", kind=kind))
+    scene.failed("rank 1 on n2 exited with code 3 without a report")
+    assert f'<td class="{end}">{end}</td>' in page_of(scene)
+
+
 def test_error_of_a_run_is_named_once(scene: ReportScene) -> None:
     calls = ['  File "/home/ada/train.py", line 20, in <module>\n', "    name = labels[step]\n"]
     error = failure("failed with KeyError: 40", kind="error", traceback=[*calls, "KeyError: 40\n"])
