@@ -53,7 +53,7 @@ class Letters:
         return len(ids)
 
 
-def config(tensor: int = 1, lr: float = 0.01) -> Config:
+def config(tensor: int = 1, lr: float = 0.01, log_every: int = 1) -> Config:
     lm = LmConfig(
         model=SIZES,
         mesh=LmMeshConfig(tensor=tensor),
@@ -68,7 +68,7 @@ def config(tensor: int = 1, lr: float = 0.01) -> Config:
         optim=OptimConfig(name="adamw", lr=lr, max_grad_norm=1.0),
         stop=StopConfig(max_steps=NUM_STEPS),
         checkpoint=CheckpointConfig(monitor="eval/bits_per_byte", monitor_mode="min"),
-        tracking=TrackingConfig(log_every_steps=1),
+        tracking=TrackingConfig(log_every_steps=log_every),
         sections={"lm": lm},
     )
 
@@ -76,9 +76,11 @@ def config(tensor: int = 1, lr: float = 0.01) -> Config:
 Audit = list[tuple[int, bytes]]
 
 
-def fit(here: Rank, path: Path, last_step: int | None, tensor: int, lr: float = 0.01) -> tuple[str, Audit]:
+def fit(
+    here: Rank, path: Path, last_step: int | None, tensor: int, lr: float = 0.01, log_every: int = 1
+) -> tuple[str, Audit]:
     """Train as the worker does. Returns the reason of the end, and step and content of this rank's windows."""
-    cfg = config(tensor, lr)
+    cfg = config(tensor, lr, log_every)
     audit: Audit = []
     of_step = trainer.Batches.of_step
 
@@ -130,18 +132,16 @@ class Trained:
         return [values[step] for step in sorted(values)]
 
 
-def train_on(parts: Sequence[tuple[int | None, int]], folder: Path, tensor: int = 1) -> Trained:
+def train_on(parts: Sequence[tuple[int | None, int]], folder: Path, tensor: int = 1, log_every: int = 1) -> Trained:
     """Train on changing numbers of ranks: `parts` has the steps at which the ranks stop, and their numbers."""
     run = new_run(folder, "-".join(str(num_ranks) for _, num_ranks in parts))
     windows: dict[int, list[bytes]] = defaultdict(list)
     for last_step, num_ranks in parts:
-        for rank, (reason, audit) in enumerate(
-            spawn_ranks(fit, num_ranks, path=run.path, last_step=last_step, tensor=tensor)
-        ):
+        settings: dict[str, Any] = {"path": run.path, "last_step": last_step, "tensor": tensor, "log_every": log_every}
+        for reason, audit in spawn_ranks(fit, num_ranks, **settings):
             assert reason == ("stopped" if last_step else f"trained {NUM_STEPS} steps, 2.333 epochs")
-            if rank % tensor == 0:  # the ranks of a tensor-parallel group compute the same windows
-                for step, window in audit:
-                    windows[step].append(window)
+            for step, window in audit:
+                windows[step].append(window)
     return Trained(run, {step: sorted(found) for step, found in windows.items()})
 
 
@@ -184,6 +184,7 @@ def test_final_model_has_the_weights_of_the_last_checkpoint(undisturbed: Trained
 def check_equal_training(trained: Trained, undisturbed: Trained) -> None:
     """Compare windows and losses, which differ by rounding."""
     assert trained.windows == undisturbed.windows
+    assert trained.metric("samples") == undisturbed.metric("samples")
     for metric in ("train/loss", "eval/loss", "eval/bits_per_byte", "train/grad_norm"):
         assert trained.metric(metric) == pytest.approx(undisturbed.metric(metric), abs=2e-4)
 
@@ -191,6 +192,15 @@ def check_equal_training(trained: Trained, undisturbed: Trained) -> None:
 @pytest.mark.slow
 def test_fewer_ranks_continue_with_the_same_windows(undisturbed: Trained, tmp_path: Path) -> None:
     check_equal_training(train_on([(2, 4), (5, 3), (None, 2)], tmp_path), undisturbed)
+
+
+@pytest.mark.slow
+def test_sums_since_the_last_log_are_kept_on_other_ranks(tmp_path: Path) -> None:
+    """A stop after step 2 is between the logged steps 4 and 7."""
+    trained = train_on([(2, 3), (None, 2)], tmp_path, log_every=4)
+    undisturbed = train_on([(None, 1)], tmp_path, log_every=4)
+    assert trained.metric("samples") == undisturbed.metric("samples") == [35, 60]
+    assert trained.metric("train/loss") == pytest.approx(undisturbed.metric("train/loss"), abs=2e-4)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def train(ctx: Context, cfg: Config) -> None:
     rates = Rates(ctx, cfg, model)
     # Steps and epochs done so far, and sums since the last logged step.
     progress = Progress(cfg, batches.steps_per_epoch, evaluate_every=lm.eval_every_steps)
-    meter = Meter(None, ctx.device)
+    meter = Meter.restore(ctx, ctx.restore())  # on other ranks than before, rank 0 has the sums of all
     # Loads the newest checkpoint into all of them; then, after each step, asks for a stop, and saves what is due.
     steps = ctx.steps(progress.total_steps, model=model, optimizer=optimizer, position=progress, local=meter)
     ctx.timer.training_begins()  # until here counts as start-up, from here to the end of the first step as compilation
@@ -106,11 +106,11 @@ class Pass:
     """The windows of one forward and backward pass of a rank.
 
     Every rank does the same number of passes, since all have a part of the weights. One with no window left computes
-    one of another rank, and does not count it.
+    one of another rank. The ranks of a tensor-parallel group compute the same windows. One rank counts each.
     """
 
     windows: Tensor  #: int64 [n, length + 1]
-    num_windows: int  #: n, or 0 if the window is not counted
+    num_windows: int  #: n, or 0 if another rank counts them
     weight: float  #: factor of the mean loss, with which the mean of the gradients over the ranks is that of the batch
 
 
@@ -214,6 +214,7 @@ class Batches:
     """The windows of this rank in each step of the training."""
 
     def __init__(self, cfg: Config, mesh: DeviceMesh, windows: TokenWindows) -> None:
+        self._counts = mesh["tensor"].get_local_rank() == 0
         assert cfg.data.global_batch_size is not None  # checked with the config
         self._size = cfg.data.global_batch_size
         self._most = cfg.section(LmConfig).micro_batch_size
@@ -229,8 +230,11 @@ class Batches:
         passes = []
         for own in passes_of(self._index, self._num_parts, positions, self._most):
             windows = self._windows.read(epoch, np.array(own or positions[:1]))
+            num_counted = 0
+            if self._counts:
+                num_counted = len(own)
             weight = len(own) * self._num_parts / len(positions)
-            passes.append(Pass(windows.to(device), len(own), weight))
+            passes.append(Pass(windows.to(device), num_counted, weight))
         return passes
 
 
@@ -275,7 +279,6 @@ class Rates:
     def __init__(self, ctx: Context, cfg: Config, model: Decoder) -> None:
         lm = cfg.section(LmConfig)
         self.tokens_per_window = lm.sequence_length
-        self.num_tensor_ranks = lm.mesh.tensor
         self._num_ranks = ctx.world_size
         self._flops = lm.model.flops_per_token(model.vocab_size, lm.sequence_length)
         self._device = ctx.device
@@ -306,11 +309,10 @@ class Rates:
 
 def interval_metrics(ctx: Context, progress: Progress, meter: Meter, rates: Rates) -> dict[str, float]:
     """Return the training metrics since the last logged step, and count their windows in `progress`."""
-    # Training waits for the device only here. The ranks of a tensor-parallel group have the same sums.
-    loss_sum, counted = ctx.groups.sum([float(meter.sums["loss_sum"]), meter.sums["num_windows"]])
-    num_windows = counted / rates.num_tensor_ranks
+    # Training waits for the device only here.
+    loss_sum, num_windows = ctx.groups.sum([float(meter.sums["loss_sum"]), meter.sums["num_windows"]])
     return {
-        "train/loss": loss_sum / counted,
+        "train/loss": loss_sum / num_windows,
         "train/epoch": progress.epochs,
         "samples": progress.add_samples(num_windows),  # since the start of the run
         **rates.metrics(num_windows * rates.tokens_per_window / meter.elapsed_s),
