@@ -21,8 +21,10 @@ from hpcdist.config.schema import Config
 from hpcdist.config.training_schema import DataConfig, OptimConfig, StopConfig, TrainerConfig
 from hpcdist.data.windows import TokenWindows
 from hpcdist.rank.context import close
+from hpcdist.run.checkpoint_files import SAMPLES_FILE
 from hpcdist.run.figures import Text, read_figures
 from hpcdist.run.folder import RunDir
+from hpcdist.run.samples import parse_npy
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.lm import LmConfig, LmMeshConfig
 from hpcdist.trainers.lm import train as trainer
@@ -161,6 +163,14 @@ def test_each_window_is_trained_once_an_epoch(undisturbed: Trained) -> None:
     (newest,), _ = read_figures(undisturbed.run.artifacts)
     assert isinstance(newest, Text)
     assert newest.text == (undisturbed.run.artifacts / "samples" / samples[-1]).read_text()
+
+
+def test_results_of_windows_have_the_mean_that_is_compared(undisturbed: Trained) -> None:
+    mean = undisturbed.metric("eval/bits_per_byte")[-1]
+    raw = (undisturbed.run.checkpoints / f"step-{NUM_STEPS:08d}" / SAMPLES_FILE).read_bytes()
+    results = parse_npy(raw, mean)
+    assert results is not None
+    assert len(results) == NUM_WINDOWS
 
 
 def test_a_diverged_run_writes_no_sample(tmp_path: Path) -> None:

@@ -166,6 +166,10 @@ class LmConfig(ConfigSection):
     sample_prompt: str = ""
     """Text that the model continues at each evaluation; empty: the beginning of the held-out text."""
 
+    def num_evaluated(self, num_held_out: int) -> int:
+        """Return how many of the held-out windows an evaluation has."""
+        return min(num_held_out, self.num_eval_windows or num_held_out)
+
 
 def _check(config: Config) -> list[str]:
     lm = config.section(LmConfig)

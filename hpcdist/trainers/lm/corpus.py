@@ -163,11 +163,12 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
         for name, content in tokenizer.files.items():
             ctx.report.artifact(f"{TOKENIZER_FOLDER}/{name}").write_text(content)
     source = ", ".join(lm.corpus.files) or sysconfig.get_path("stdlib")
-    for split, windows in ((TRAIN, corpus.train), (HELD_OUT, corpus.held_out)):
+    num_windows = {TRAIN: corpus.train.num_windows, HELD_OUT: lm.num_evaluated(corpus.held_out.num_windows)}
+    for split in SPLITS:
         ctx.report.log_dataset(
             DATASET,
             split=_SPLITS_IN_RECORD[split],
-            num_samples=windows.num_windows,
+            num_samples=num_windows[split],
             digest=corpus.digests[split],
             source=source,
         )

@@ -250,9 +250,7 @@ class HeldOut:
     def __init__(self, cfg: Config, mesh: DeviceMesh, corpus: Corpus) -> None:
         lm = cfg.section(LmConfig)
         windows = corpus.held_out
-        self.num_windows = windows.num_windows
-        if lm.num_eval_windows is not None:
-            self.num_windows = min(self.num_windows, lm.num_eval_windows)
+        self.num_windows = lm.num_evaluated(windows.num_windows)
         # By default a rank evaluates as many windows at once as it trains with.
         index, num_parts = data_index(mesh)
         most = lm.micro_batch_size or math.ceil((cfg.data.global_batch_size or 1) / num_parts)
@@ -333,14 +331,15 @@ def evaluate(ctx: Context, model: Decoder, held_out: HeldOut) -> dict[str, float
         ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
     by_window = torch.cat(losses).cpu().double()
     loss_sum, num_windows, num_bytes = ctx.groups.sum([float(by_window.sum()), len(numbers), held_out.num_bytes])
-    if held_out.num_windows <= MAX_RESULTS:  # the loss of each window, by which `hpcdist compare` pairs two runs
-        ctx.report.log_samples("eval/loss", by_window, numbers)
     loss = loss_sum / num_windows
-    num_bits = loss_sum * held_out.length / math.log(2)
+    bits_per_byte_of_loss = held_out.length / math.log(2) * num_windows / num_bytes
+    if held_out.num_windows <= MAX_RESULTS:  # the results of each window, by which `hpcdist compare` pairs two runs
+        ctx.report.log_samples("eval/loss", by_window, numbers)
+        ctx.report.log_samples("eval/bits_per_byte", by_window * bits_per_byte_of_loss, numbers)
     return {
         "eval/loss": loss,
         "eval/perplexity": math.exp(min(loss, MAX_EXPONENT)),
-        "eval/bits_per_byte": num_bits / num_bytes,
+        "eval/bits_per_byte": loss * bits_per_byte_of_loss,
     }
 
 
