@@ -68,7 +68,7 @@ def ui(
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
     say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
-    say("MLflow is starting, and prints its link then; Ctrl-C ends it")
+    say("MLflow is starting, and will print its link; Ctrl-C ends it")
     if database is not None and not (database.is_file() and database.stat().st_size):
         # The server would create the tables while the upload of a submission does so, and fail.
         from hpcdist.tracking.mlflow_client import open_client

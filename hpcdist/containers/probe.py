@@ -42,7 +42,7 @@ _FIXES = (
     (
         "Requesting capability set|could not create (character|block) device|/dev/fuse: Permission denied|"
         r"Failed to create user namespace|Command not found: |\[ERROR\] Invalid argument: /|mkdir: .*enroot",
-        "docs/how-to/containers.md lists what the runtime needs on each node",
+        "docs/how-to/containers.md lists the requirements of the runtime on each node",
     ),
 )
 

@@ -119,7 +119,7 @@ def describe(status: Status, layout: Layout) -> Iterator[str]:
 
 def _describe_cluster(status: Status, settings: Settings, layout: Layout) -> Iterator[str]:
     if status.dead:
-        yield f"not running: {', '.join(status.dead)}; `{layout.command('up')}` starts what is missing"
+        yield f"not running: {', '.join(status.dead)}; `{layout.command('up')}` starts the missing parts"
     if not status.controller_answers:
         yield f"slurmctld does not answer: see {layout.logs}/slurmctld.log"
         return

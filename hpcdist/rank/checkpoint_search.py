@@ -69,7 +69,7 @@ class CheckpointSearch:
             for name in self._share(hashes, rank):  # raises the same error, unless only that rank has it
                 verify_file(folder / name, hashes[name])
             # To take an older checkpoint would lose steps, because of one node.
-            only_there = f"{problem}: so it is on rank {rank}, but rank 0 reads it as it was written"
+            only_there = f"{problem}, on rank {rank} only: rank 0 reads the file as it was written"
         self._only_there = only_there  # not that of a folder that is skipped
         return manifest
 

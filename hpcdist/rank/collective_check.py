@@ -346,7 +346,7 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
     blamed = [rank for rank, count in enumerate(culprits) if count]
     if len(blamed) == 1:
         (rank,) = blamed
-        return f"{start}: what {names[rank]} adds arrives wrong at {culprits[rank]} of {len(names)} ranks; {fix}"
+        return f"{start}: the values of {names[rank]} arrive wrong at {culprits[rank]} of {len(names)} ranks; {fix}"
     if sum(finders) == 1:
         return f"{start} at {names[finders.index(1)]} alone; {fix}"
     where = f"{sum(finders)} of {len(names)} ranks"

@@ -246,7 +246,7 @@ class _Cache:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "what torch.compile makes is not kept for later starts (launch.cache_dir): %s: %s",
+                "compiled code is not kept for later starts (launch.cache_dir): %s: %s",
                 type(error).__name__,
                 error,
             )

@@ -118,8 +118,8 @@ def _run_script_or_trainer(
             os.environ.update(records.environment())
         elif topology.rank == 0 and importlib.util.find_spec("mlflow"):
             log.warning(
-                "what the code logs with MLflow does not reach this run, since hpcdist is not installed, or an older"
-                " version of it: install it (`pip install --editable .` in a checkout)"
+                "metrics that the code logs with MLflow do not reach this run, since hpcdist is not installed, or an"
+                " older version of it: install it (`pip install --editable .` in a checkout)"
             )
     with _kept_compile_cache(config, run, local_cache):
         if config.trainer.script:
@@ -146,7 +146,7 @@ def _run_script_or_trainer(
 
 
 def _kept_compile_cache(config: Config, run: RunDir, local: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Return a block that keeps what torch.compile makes in it. `local`: the result of `cache_environment`."""
+    """Return a block that keeps the code that torch.compile makes in it. `local`: the result of `cache_environment`."""
     if not local:  # the user has set the cache's folder
         return nullcontext()
     starts_ranks = bool(config.trainer.script) and find_spawn_in_copy(config, run) is not None

@@ -392,7 +392,9 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     script = script_of(run)
     if script:
         limit = "and SIGKILL unless it ends within launch.stop_grace_s"
-        return f"{run.name}: {script} gets SIGTERM, {limit}; `hpcdist status {run.name}` shows what it has saved"
+        return (
+            f"{run.name}: {script} gets SIGTERM, {limit}; `hpcdist status {run.name}` shows the files that it has saved"
+        )
     return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
 
 

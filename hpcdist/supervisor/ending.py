@@ -148,7 +148,7 @@ def _continue_in_job(facts: EndedAttempt, reason: str) -> Ending:
     if facts.job_restarts is None or facts.stop_cause() not in _CONTINUED:
         return Ending(kind="stopped", reason=reason)
     if facts.job_restarts >= MAX_REQUEUES:
-        limit = f"the job has been restarted {MAX_REQUEUES} times, and hpcdist requeues it no more"
+        limit = f"the job has been restarted {MAX_REQUEUES} times: hpcdist does not requeue it again"
         return Ending(kind="failed", reason=f"{reason}; {limit}")
     return Ending(kind="requeue", reason=reason)
 

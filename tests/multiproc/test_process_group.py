@@ -552,7 +552,7 @@ def test_check_attributes_wrong_sums_to_the_faulty_rank() -> None:
     for found in ranks:
         assert found["errors"] == [
             "",
-            f"{wrong.format('float16')}: what rank 1 on n2 adds arrives wrong at 3 of 3 ranks{FIX}",
+            f"{wrong.format('float16')}: the values of rank 1 on n2 arrive wrong at 3 of 3 ranks{FIX}",
             f"{wrong.format('float64')} at rank 2 on n3 alone{FIX}",
         ]
         assert found["measured"] == measured

@@ -351,7 +351,7 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     assert result.out.splitlines() == [
         "first: 3 points and 0 artifacts uploaded",
         f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})",
-        "MLflow is starting, and prints its link then; Ctrl-C ends it",
+        "MLflow is starting, and will print its link; Ctrl-C ends it",
     ]
     listing = "#/experiments/7/runs?workflowType=machine_learning"
     assert os.environ["HPCDIST_UI_LINK"] == f"{address}/?token={file.read_text()}{listing}"

@@ -80,7 +80,7 @@ def test_request_is_written_to_the_last_attempt(hpcdist: Cli, make: Make) -> Non
     with hold(make("script", f"trainer.script=[{Path.cwd()}/train.py]", status="running", attempt=1)):
         assert hpcdist("stop", "script").out == (
             "script: train.py gets SIGTERM, and SIGKILL unless it ends within launch.stop_grace_s;"
-            " `hpcdist status script` shows what it has saved\n"
+            " `hpcdist status script` shows the files that it has saved\n"
         ), "no promise that it is saved"
 
 

@@ -104,7 +104,7 @@ def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, m
     assert not may_pass
 
 
-ON_NODES = "docs/how-to/containers.md lists what the runtime needs on each node"
+ON_NODES = "docs/how-to/containers.md lists the requirements of the runtime on each node"
 
 
 # The texts of apptainer 1.4 and enroot 4.1, as printed on Debian.

@@ -562,7 +562,7 @@ def test_describe_status() -> None:
         with_runtime, (idle, dead), ("slurmd-n2",), controller_answers=True, summary="of ada", others=("one",)
     )
     text = list(describe(found, LAYOUT))
-    assert text[:2] == ["of ada", "not running: slurmd-n2; `hpcdist devcluster up` starts what is missing"]
+    assert text[:2] == ["of ada", "not running: slurmd-n2; `hpcdist devcluster up` starts the missing parts"]
     assert text[4] == "n2    10.213.77.2      down*       no answer"
     assert "  export PATH=/var/lib/dc/bin:$PATH" in text
     assert text[-1] == "another one"

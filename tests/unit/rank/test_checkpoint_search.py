@@ -54,9 +54,7 @@ def newest(store: CheckpointStore, problems: list[str]) -> str:
 
 def test_problem_of_one_rank_alone_is_an_error(store: CheckpointStore) -> None:
     assert newest(store, ["", ""]) == "step-00000002"
-    with pytest.raises(
-        CheckpointError, match=r"^cannot be read: so it is on rank 1, but rank 0 reads it as it was writ"
-    ):
+    with pytest.raises(CheckpointError, match=r"^cannot be read, on rank 1 only: rank 0 reads the file as it was writ"):
         newest(store, ["cannot be read", ""])
 
 

@@ -289,7 +289,11 @@ NAMES = ["rank 0 on n1", "rank 1 on n1", "rank 2 on n2", "rank 3 on n2"]
 @pytest.mark.parametrize(
     ("culprits", "finders", "message"),
     [
-        ([0, 0, 3, 0], [1, 1, 0, 1], ": what rank 2 on n2 adds arrives wrong at 3 of 4 ranks; have the node's memory"),
+        (
+            [0, 0, 3, 0],
+            [1, 1, 0, 1],
+            ": the values of rank 2 on n2 arrive wrong at 3 of 4 ranks; have the node's memory",
+        ),
         ([0, 1, 1, 0], [0, 1, 0, 0], " at rank 1 on n1 alone; have the node's memory"),
         ([0, 0, 0, 0], [1, 1, 0, 0], " at 2 of 4 ranks, by no single rank's fault; have the network"),
     ],

@@ -29,7 +29,7 @@ NONE_SAVED: dict[str, Any] = {"nothing_saved": "there is no checkpoint", "may_be
 
 #: Restarts of a job, by Slurm or by its supervisor.
 FIRST, LAST = 0, MAX_REQUEUES
-LIMIT = "; the job has been restarted 50 times, and hpcdist requeues it no more"
+LIMIT = "; the job has been restarted 50 times: hpcdist does not requeue it again"
 ASKED = ", while it was asked to stop"
 FIT, LOST, OTHERS = NodeFindings(), NodeFindings(broken="lost n2"), NodeFindings(moved="n3 replaces n2")
 FULL: dict[str, Any] = {"full_disk": "/runs/first"}
