@@ -1,6 +1,6 @@
 """The config in a run folder, with redacted secrets; and the parameters that a user's trainer declares.
 
-A run folder's config is read without OmegaConf, the import of which takes longer than that of all other modules of a
+A run folder's config is read without OmegaConf, because its import takes longer than that of all other modules of a
 rank.
 """
 

@@ -335,7 +335,7 @@ def check_submission(
                 findings.warnings += _earlier_start(config, findings.nodes)
         except UserMistake as error:
             rejection = _explain_rejection(str(error), config.cluster)
-            # `sbatch --test-only` refuses what sbatch accepts: a job that waits for its reservation, or for nodes.
+            # `sbatch --test-only` refuses jobs that sbatch accepts: those that wait for a reservation, or for nodes.
             later = _reservation_begins(config.cluster) if "Invalid time specified" in rejection else ""
             unavailable = "Requested node configuration is not available" in rejection
             reserved = _earlier_start(config, findings.nodes, only_reserved=True) if unavailable else []

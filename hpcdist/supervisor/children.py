@@ -130,7 +130,7 @@ READ_WITHIN_S = 30.0
 MAX_WARNINGS = 5
 #: The beginning of a warning in its log, see `log_files.configure`.
 _WARNING = re.compile(r"\d\d:\d\d:\d\d (WARNING|ERROR) ")
-#: Difference between the nice values of the shipper and of the ranks, from which it takes little processor time.
+#: Difference between the nice values of the shipper and of the ranks: with it, the shipper takes little processor time.
 _NICER_BY = 10
 #: Highest nice value, that of the lowest priority.
 _MAX_NICE = 19

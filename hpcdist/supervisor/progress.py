@@ -67,7 +67,7 @@ class ProgressMonitor:
         self._report = report
         self._is_script = bool(config.trainer.script)
         self._timeout_s = config.launch.hang_s
-        #: Before its first heartbeat a rank imports torch and connects, for which a short timeout is too short.
+        #: Before its first heartbeat a rank imports torch and connects, which may take longer than a short timeout.
         self._first_timeout_s = max(self._timeout_s, config.launch.init_timeout_s)
         self._num_ranks = len(ranks.remaining) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, now)] * self._num_ranks
@@ -145,7 +145,7 @@ class ProgressMonitor:
         return shown
 
     def find_hung(self, now: float) -> int | None:
-        """Return the rank without progress for the longest time if that exceeds the hang timeout, else None."""
+        """Return the rank that made no progress for the longest time, if that exceeds the hang timeout; else None."""
         if not self.look(now):
             return None
         probe = self._attempt.path / ".supervisor.probe"

@@ -298,9 +298,10 @@ class Supervisor:
         return attempt
 
     def _may_have_late_request(self, before: Attempt) -> bool:
-        """Return whether a request in the folder of the attempt before the next one is meant for the next one.
+        """Return whether a request in the folder of the last attempt is meant for the next attempt.
 
-        It may have been written after the failure of that attempt, or while this supervisor prepared its first start.
+        It may have been written after the failure of the last attempt, or while this supervisor prepared its first
+        start.
         """
         if self._last_attempt is not None:
             return True
@@ -463,7 +464,7 @@ class Supervisor:
         )
 
     def _may_be_node(self, outcome: Outcome) -> bool:
-        """Return whether a node may have caused a failure: it has others beside it, and so far it alone has failed.
+        """Return whether a node may have caused a failure: the run has several nodes, and only this one has failed.
 
         A second failure on the same node then shows it (`restart_policy.suspect`). Only a short attempt is repeated.
         """
