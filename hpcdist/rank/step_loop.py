@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Steps:
     """The steps of a training. `Context.steps` creates it, and a trainer iterates over it once.
 
-    A loop with evaluations iterates over parts, each until a step:
+    A loop with evaluations iterates over parts, each of which ends at a given step:
 
         steps = ctx.steps(total_steps, model=model, optimizer=optimizer)
         while steps.step < total_steps and not steps.is_stopped:
