@@ -56,7 +56,7 @@ export root checkout prefix data=${HPCDIST_DATA_DIR:-}
 exec unshare --net --pid --ipc --uts --mount --propagation=private --fork --kill-child bash -c '
   set -eu
   ip link set lo up
-  mount --bind "$root" "$root" # a mount of its own, whose propagation can change
+  mount --bind "$root" "$root" # as its own mount, so that its propagation can change
   bind() { mkdir -p "$root$1" && mount --rbind "$1" "$root$1"; }
   mount -t proc proc "$root/proc"
   # A sysfs shows the network of the process that mounted it. The mounts of cgroups below it stay.

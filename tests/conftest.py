@@ -190,7 +190,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 
 
 def matrix_entry(item: pytest.Item, report: pytest.TestReport) -> MatrixEntry | None:
-    """Return the entry of a test of the matrix whose verdict this report decides; None for other reports."""
+    """Return the entry of a test of the matrix if this report decides its verdict; None for other reports."""
     if item.path.name != "test_runtime_matrix.py" or not isinstance(item, pytest.Function):
         return None
     if report.passed and report.when != "call":

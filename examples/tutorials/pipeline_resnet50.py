@@ -56,7 +56,7 @@ class Pipeline:
         self.stages = [rpc.remote(name, Stage, (index,)) for index, name in enumerate(STAGES)]
 
     def __call__(self, images: Tensor, num_splits: int) -> Tensor:
-        """Return the logits of a batch, whose parts go through the stages one behind the other."""
+        """Return the logits of a batch. Its parts go through the stages one behind the other."""
         futures = []
         for part in images.chunk(num_splits):
             hidden = self.stages[0].remote().forward(rpc.RRef(part))  # returns at once

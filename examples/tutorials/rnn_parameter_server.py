@@ -1,4 +1,4 @@
-"""A recurrent language model whose embedding table and decoder live on a parameter server.
+"""A recurrent language model with embedding table and decoder on a parameter server.
 
     python rnn_parameter_server.py         # starts a trainer and a parameter server itself
     hpcdist run tutorial_rnn_parameter_server

@@ -118,7 +118,7 @@ def require_safe(path: Path) -> None:
 
 
 def _is_in_user_namespace() -> bool:
-    """Return whether this process runs in a user namespace: outside, the map of users is that of all ids to itself."""
+    """Return whether this process runs in a user namespace: outside of one, every user id is mapped to itself."""
     return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
 
 

@@ -31,7 +31,7 @@ CONFIG = ["ddp_digits", "launch.num_ranks=2", "model.name=resnet18", "data.image
 # About 90 seconds on two quiet cores.
 CONFIG += ["stop.max_epochs=32", "checkpoint.every_steps=5", "tracking.drain_timeout_s=600"]
 SWEEP = ["name=tune", "--sweep", "optim.lr=0.0003,0.003", "--repeat", "3"]
-#: Of the run whose rank is killed: longer, because the start of both attempts counts against its goodput.
+#: Of the run with a killed rank: longer, because the start of both attempts counts against its goodput.
 LONGER = "stop.max_epochs=80"
 MIN_GOODPUT = 0.8
 SWEEP_TIMEOUT_S = 3600
@@ -60,7 +60,7 @@ def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
 
 @pytest.fixture(scope="module")
 def killed_site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Return a finished run whose rank was killed, shown by `hpcdist ui`."""
+    """Return a finished run with a killed rank, shown by `hpcdist ui`."""
     runs = Runs(tmp_path_factory.mktemp("killed"))
     runs.database = runs.folder / "mlflow.db"
     runs.experiment = "digits-killed"

@@ -133,7 +133,7 @@ def missing_docker() -> str | None:
 def docker_box(folder: Path, network: Network, *, store: Path = STORE) -> Iterator[DockerBox]:
     """Start a daemon and end it, with all its containers, after the block or if this process is killed."""
     store.mkdir(parents=True, exist_ok=True, mode=0o711)
-    # Not a folder of pytest, whose path may be too long for a socket.
+    # Not a folder of pytest: its path may be too long for a socket.
     place = Path("/run", f"hpcdist-docker-{secrets.token_hex(4)}")
     (place / "cgroups").mkdir(parents=True)
     place.chmod(0o755)

@@ -70,7 +70,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def database(containers: Containers) -> Iterator[str]:
-    """Start PostgreSQL, and yield the URI of a database whose user needs a password."""
+    """Start PostgreSQL, and yield the URI of a database with a password for its user."""
     del containers  # requested first: without containers, no database is needed
     port = unused_port()
     with postgres_cluster(tcp_port=port) as cluster:

@@ -49,7 +49,7 @@ VICTIMS = {"rank": 8, "parent of the ranks": 1, "supervisor": 1}
 
 
 class KilledRun:
-    """A run whose command is started again whenever it ends early."""
+    """A run with a command that is started again whenever it ends early."""
 
     def __init__(self, runs: Runs, name: str, arguments: list[str], moments: random.Random) -> None:
         self.runs = runs

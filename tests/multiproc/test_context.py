@@ -241,7 +241,7 @@ def test_mesh_has_named_dimensions_and_the_rest_of_the_ranks(tmp_path: Path) -> 
 
 
 def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model of FSDP2 whose weights differ between seeds."""
+    """Return a model of FSDP2 with other weights for each seed."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -515,7 +515,7 @@ class Clock:
 
 
 class SlowNetwork(nn.Module):
-    """A small network with buffers, whose forward pass takes `forward_s` seconds of a clock."""
+    """A small network with buffers; its forward pass takes `forward_s` seconds of a clock."""
 
     def __init__(self, clock: Clock | None = None, forward_s: float = 0.0) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ WEIGHT = torch.tensor([[1.0, 2.0, 3.0]])
 
 
 def run_from_weights(folder: Path) -> RunDir:
-    """Return a new run whose folder has a copy of the weights of `nn.Linear(3, 1)`."""
+    """Return a new run with a copy, in its folder, of the weights of `nn.Linear(3, 1)`."""
     run = new_run(folder)
     torch.save({"module.weight": WEIGHT, "module.bias": torch.zeros(1)}, folder / "old.pth")
     weight_file(str(folder / "old.pth")).copy_to(run.init_from)

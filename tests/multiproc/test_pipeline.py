@@ -144,7 +144,7 @@ def test_stages_equal_the_whole_model(tmp_path: Path, num_stages: int) -> None:
 
 
 def step_without_neighbour(here: Rank, path: Path, victim: int) -> str:
-    """Do a step whose neighbour dies before the next one; return the error of that one."""
+    """Do a step, after which the neighbour dies; return the error of the next step."""
     images, labels = batch()
     inputs, targets = (images, None) if here.rank == 0 else (None, labels)
     with stage_context(here, path) as ctx:

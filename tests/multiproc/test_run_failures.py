@@ -353,6 +353,6 @@ def test_smaller_micro_batches_do_not_change_the_result(runs: Runs) -> None:
     weights = {name: runs.final_state(name)["model.pt"] for name in ("early", "late", "fine")}
     assert_states_equal(weights["early"], weights["fine"])
     for key, weight in weights["late"].items():
-        # The first steps had larger micro-batches, whose sums round otherwise.
+        # The first steps had larger micro-batches, so their sums are rounded differently.
         torch.testing.assert_close(weight, weights["fine"][key])
     assert "resumed at step 3 from" in runs.attempt("late", 3).log(0).read_text()

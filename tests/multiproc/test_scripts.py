@@ -23,7 +23,7 @@ SLOW_AFTER = 50
 
 @pytest.fixture
 def scripts(tmp_path: Path, empty_database: Path) -> Runs:
-    """A runs folder whose project has the scripts of the example."""
+    """A runs folder with a project that has the scripts of the example."""
     runs = Runs(tmp_path, empty_database, experiment="mlflow-loggers")
     shutil.copytree(EXAMPLES, runs.project, dirs_exist_ok=True)
     return runs
@@ -38,7 +38,7 @@ def run_script(scripts: Runs, name: str, *overrides: str) -> str:
 
 
 def tracked(runs: Runs) -> list[str]:
-    """Return the overrides of a run without server and system metrics, whose upload ends also on a slow machine."""
+    """Return overrides without server and system metrics: the upload then ends also on a slow machine."""
     uri = f"tracking.uri=sqlite:///{runs.database}"
     return [uri, "tracking.system_interval_s=0", "tracking.drain_timeout_s=300"]
 
@@ -299,7 +299,7 @@ def test_script_of_hydra_runs_unchanged_in_a_sweep(project: Runs, tmp_path: Path
 
 @pytest.fixture
 def examples(request: pytest.FixtureRequest, tmp_path: Path, empty_database: Path) -> Runs:
-    """A runs folder whose project has only the files of an example; the experiment is that of its config."""
+    """A runs folder with a project that has only the files of an example; the experiment is that of its config."""
     name: str = request.param
     runs = Runs(tmp_path, empty_database, experiment=name.replace("_", "-"))
     shutil.rmtree(runs.project)

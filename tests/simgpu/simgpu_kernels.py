@@ -93,7 +93,7 @@ class Call:
 
 
 def with_seed(generator: torch.Generator | None, index: int, function: Callable[[], Any]) -> Any:
-    """Run a function whose random numbers follow from the seed and the offset of a device's generator."""
+    """Run a function with random numbers that follow from the seed and the offset of a device's generator."""
     generator = generator or torch.cuda.default_generators[index]
     before, offset = torch.get_rng_state(), generator.get_offset()
     torch.default_generator.manual_seed((generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) % 2**63)

@@ -273,7 +273,7 @@ CASES = {
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose PATH has all runtimes."""
+    """A machine with all runtimes on its PATH."""
     bins = ":".join(str(RUNTIMES / name / "bin") for name in ("apptainer", "enroot"))
     monkeypatch.setenv("PATH", f"{bins}:{os.environ['PATH']}")
 

@@ -28,7 +28,7 @@ ALL_NODES = ["n1", "n2", "n3", "n4"]
 
 @pytest.fixture
 def runs(slurm_runs: SlurmRuns) -> Iterator[SlurmRuns]:
-    """The runs of the dev cluster, whose nodes are started again afterwards."""
+    """The runs of the dev cluster; its nodes are started again afterwards."""
     yield slurm_runs
     slurm_runs.cluster.restore_nodes()
 

@@ -35,7 +35,7 @@ Values = dict[int, list[float]]
 
 @pytest.fixture
 def runs(slurm_runs: SlurmRuns) -> Iterator[SlurmRuns]:
-    """The runs of the dev cluster, whose nodes are started again afterwards."""
+    """The runs of the dev cluster; its nodes are started again afterwards."""
     yield slurm_runs
     slurm_runs.cluster.restore_nodes()
 

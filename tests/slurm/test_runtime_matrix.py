@@ -238,7 +238,7 @@ def runtime(
 
 @pytest.fixture
 def boxed(request: pytest.FixtureRequest, runtime: RuntimeCase) -> Iterator[FaultScene]:
-    """Fault injection for a run whose ranks are in containers; teardown restores the cluster."""
+    """Fault injection for a run with ranks in containers; teardown restores the cluster."""
     owner = "user" if request.node.callspec.params["runtime"].endswith(USER) else "slurm"
     runs, control = (request.getfixturevalue(f"{owner}_{what}") for what in ("runs", "control"))
     yield FaultScene(runs, runtime_cases.subject_of(runtime), control, Cell(fault="", trainer=runtime.name))

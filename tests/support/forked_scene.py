@@ -79,7 +79,7 @@ def write_package(folder: Path, torch: str = "", worker: str = WORKER) -> None:
 
 
 def new_run(runs_dir: Path) -> RunDir:
-    """Create a run whose parent imports torch only."""
+    """Create a run with a parent that imports torch only."""
     run = RunDir.create(runs_dir / "exp" / "first")
     run.config.write_text(to_yaml(Config(trainer=TrainerConfig(target="train:train"))))
     return run
@@ -99,7 +99,7 @@ def parents_of(run: RunDir) -> list[int]:
 
 
 class Scene:
-    """A run with a launcher whose ranks execute the code that a test gives them."""
+    """A run with a launcher; its ranks execute the code that a test gives them."""
 
     def __init__(
         self, folder: Path, runs_dir: Path, torch: str = TORCH, init_timeout_s: float = LaunchConfig.init_timeout_s
@@ -132,10 +132,10 @@ class Scene:
 
 
 class StepScene:
-    """A run whose ranks are started by the tasks of a step, two on each node, with a fake srun.
+    """A run with ranks that the tasks of a step start, two on each node, with a fake srun.
 
     Args:
-        command: of a rank whose parent does not fork it.
+        command: of a rank that its parent does not fork.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class StepRanks(ParentRanks):
 def parent_of(
     run: RunDir, scope: Literal["all", "task"], rank: Sequence[str], *, fork: bool = False, limit_s: float = 600.0
 ) -> list[str]:
-    """Return the command of a parent whose ranks need not execute Python."""
+    """Return the command of a parent for ranks that need not execute Python."""
     *parent, _ = parent_command(run.path, scope, [sys.executable], fork=fork, limit_s=limit_s)
     return [*parent, *rank]
 
 
 def new_attempt(run: RunDir, *codes: str) -> Attempt:
-    """Create an attempt whose ranks execute the codes."""
+    """Create an attempt with ranks that execute the codes."""
     attempt = run.new_attempt()
     for rank, code in enumerate(codes):
         (run.path / f"code-{attempt.number}.{rank}").write_text(code)

@@ -42,7 +42,7 @@ class Fault:
         return self.error, self.first, self.count, self.delay_ms, self.window_ms, int(self.short)
 
     def environment(self, library: Path, folder: Path, *, only: str, fired: Path) -> dict[str, str]:
-        """Variables that inject this fault into processes whose command line contains `only`.
+        """Variables that inject this fault into processes with `only` in their command line.
 
         Args:
             folder: the folder under test.

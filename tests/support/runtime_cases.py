@@ -168,7 +168,7 @@ def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, lost: 
     """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`.
 
     Args:
-        lost: nodes whose disks keep what was unpacked, such as one whose power has failed.
+        lost: nodes that keep unpacked files on their disks, for example after a power failure.
     """
 
     def left() -> list[str]:
@@ -184,7 +184,7 @@ def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, lost: 
 
 
 def subject_of(runtime: RuntimeCase) -> Subject:
-    """Return the subject of fault injection whose ranks are in containers of a runtime."""
+    """Return the subject of fault injection with ranks in containers of a runtime."""
     return Subject(
         name=runtime.name,
         overrides=(*HOLD_OVERRIDES, *runtime.overrides),

@@ -194,7 +194,7 @@ class FaultScene:
 # --- The table at the end of `make faults`: one row per fault and trainer.
 
 
-#: The devices of ranks whose GPUs are those of `tests/simgpu`.
+#: The devices of ranks with the GPUs of `tests/simgpu`.
 SIMULATED_GPUS = "simulated GPUs"
 
 COLUMNS = (

@@ -165,7 +165,7 @@ class SlurmRuns(Runs):
         return sum(float(elapsed) * float(cores) for _, elapsed, cores, _ in rows)
 
     def ledger(self, name: str, *jobs: str) -> Ledger:
-        """Return the ledger of a run whose jobs have ended; it equals accounting within 1 %."""
+        """Return the ledger of a run without running jobs; it equals accounting within 1 %."""
         accounted = sum(self.accounted_core_s(job) for job in jobs)
         code, output = self.command("cost", name)
         assert code == 0, output

@@ -1,4 +1,4 @@
-"""A trainer of one's own whose rank 0 exports its model when the other ranks have ended."""
+"""A trainer of one's own: rank 0 exports its model when the other ranks have ended."""
 
 import os
 import select
@@ -12,7 +12,7 @@ WAIT_S = 120.0
 
 
 class Waiting(nn.Module):
-    """A model whose call waits for the end of processes."""
+    """A model that waits for the end of processes when it is called."""
 
     def __init__(self, pids: list[int]) -> None:
         super().__init__()

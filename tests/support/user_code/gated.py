@@ -68,7 +68,7 @@ def hold(ctx: Context) -> None:
 
 
 def on_good_nodes(ctx: Context, cfg: Config) -> None:
-    """Train like `ddp`; fail on nodes whose name is that of a file in the folder `params.broken`."""
+    """Train like `ddp`; fail on nodes with the name of a file in the folder `params.broken`."""
     if (Path(cfg.params["broken"]) / socket.gethostname()).exists():
         raise RuntimeError("device lost")
     train(ctx, cfg)

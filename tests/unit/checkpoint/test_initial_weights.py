@@ -142,7 +142,7 @@ def test_damaged_program_is_an_error(tmp_path: Path) -> None:
 
 
 class Inner(nn.Module):
-    """A model whose own layer is called `module`, as in DistributedDataParallel."""
+    """A model with a layer that is called `module`, as in DistributedDataParallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def test_weights_of_shards_are_read_when_they_are_copied(tmp_path: Path, monkeyp
 
 
 class Tied(nn.Module):
-    """A model whose two tables are one."""
+    """A model with two names for one table."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -334,7 +334,7 @@ def terminal(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
 
 @pytest.fixture
 def planted(make: Make, tmp_path: Path) -> RunDir:
-    """A failed run whose files contain control sequences wherever a text can stand."""
+    """A failed run with control sequences in its files wherever a text can stand."""
     run = make("first", status="failed", reason=f"reason {EVIL}", attempt=1, world_size=1)
     folder = run.attempt(1).path
     run.attempt(1).log(0).write_text(f"log {EVIL}\nRuntimeError: {EVIL}\n")

@@ -28,7 +28,7 @@ def log(run: RunDir, losses: list[float]) -> None:
 
 @pytest.fixture
 def first(make: Make, tmp_path: Path) -> RunDir:
-    """A finished run of a trainer of the user's own, whose code has changed since."""
+    """A finished run of the user's own trainer; its code has changed since."""
     (tmp_path / "mine.py").write_text("VERSION = 1\ndef train(ctx, cfg): ...\n")
     run = make("first", "trainer=mine:train", "seed=3", "launch.num_ranks=1", status="finished", attempt=1)
     run.patch.write_text("+x\n")

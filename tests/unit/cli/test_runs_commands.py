@@ -95,7 +95,7 @@ def test_stop_and_cancel_reject_a_run_that_is_not_running(hpcdist: Cli, make: Ma
 
 @pytest.fixture
 def queued(make: Make, slurm: SetJob) -> RunDir:
-    """A run whose job 7 is in the queue."""
+    """A run with job 7, which is in the queue."""
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING", reason="Resources"))
@@ -212,7 +212,7 @@ def test_commands_that_a_run_cannot_obey_are_refused(hpcdist: Cli, make: Make) -
 
 @pytest.fixture
 def made(make: Make) -> list[RunDir]:
-    """An old run whose name is the last by the alphabet, and a new one."""
+    """An old run, with the last name by the alphabet, and a new one."""
     found = [make("zeta", status="failed", reason="killed", attempt=1, created=1.0, ended=2.0)]
     found.append(make("alpha", status="finished", reason="done", attempt=1, created=9.0, ended=10.0))
     for run in found:

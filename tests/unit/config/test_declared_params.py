@@ -33,7 +33,7 @@ ONLY_RANKS = "count: int = IMPORTED"
 
 
 class Project:
-    """A current folder with a trainer whose parameters are one value."""
+    """A current folder with a trainer that has one value as its parameters."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

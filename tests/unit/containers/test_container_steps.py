@@ -58,7 +58,7 @@ def test_start_failure_is_written_as_the_outcome_of_the_rank(attempt: Attempt, t
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
-    """An srun on whose two nodes the image is complete; nothing else is on PATH."""
+    """An srun with a complete image on its two nodes; nothing else is on PATH."""
     (tmp_path / "bin").mkdir()
     found = FakeCommands(tmp_path / "bin")
     found.add_script("srun", f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")

@@ -20,7 +20,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Node:
-    """A node whose container runtimes are scripts of the tests."""
+    """A node with scripts of the tests as container runtimes."""
 
     def __init__(self, root: Path) -> None:
         self.state = root / "state"

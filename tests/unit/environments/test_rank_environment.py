@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def make_venv(folder: Path, script: str = f'exec {sys.executable} "$@"') -> Path:
-    """Return a folder like a virtual environment, whose Python is a shell script."""
+    """Return a folder like a virtual environment, with a shell script as its Python."""
     program = folder / "bin" / "python3"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/sh\n{script}\n")

@@ -13,7 +13,7 @@ from hpcdist.host.locks import exclusive
 
 
 def library(size: int = 200, sections_at: int = 100) -> bytes:
-    """Return a library of the 64-bit format whose table of sections has one entry of 64 bytes."""
+    """Return a library of the 64-bit format; its table of sections has one entry of 64 bytes."""
     header = bytearray(size)
     header[:4] = b"\x7fELF"
     header[40:48] = sections_at.to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""The history of allocations: when it begins, and what a rank whose GPU is full says with it."""
+"""The history of allocations: when it begins, and the report of a rank with a full GPU."""
 
 import importlib.util
 import json

@@ -347,7 +347,7 @@ def in_child(function: Callable[[], Any], uid: int) -> Any:
 
 
 def counted_links() -> set[str]:
-    """Return the names of the network interfaces whose counters a rank sees."""
+    """Return the names of the network interfaces with counters that a rank sees."""
     lines = private_network.card_counters().splitlines()[2:]  # below two lines of titles
     return {line.partition(":")[0].strip() for line in lines}
 

@@ -64,7 +64,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def without_thread(attempt: Attempt, rank: int = 0, num_ranks: int = 2) -> Heartbeat:
-    """Return a heartbeat whose thread has ended, for `run_intervals`."""
+    """Return a heartbeat without a running thread, for `run_intervals`."""
     beat = Heartbeat(attempt, rank, num_ranks, 1800.0)
     beat._ended.set()
     beat._thread.join()

@@ -125,7 +125,7 @@ def test_rows_show_each_difference_and_nothing_else(
 
 
 def evaluated(root: Path, name: str, accuracy: float, digest: str, samples: bytes = b"", **changes: Any) -> ReportScene:
-    """Return a run with one evaluation on 400 test samples, whose data are not recorded without a digest."""
+    """Return a run with one evaluation on 400 test samples; without a digest, its data are not recorded."""
     scene = ReportScene(root, name)
     save = scene.run.checkpoints / "step-00000010"
     save.mkdir()

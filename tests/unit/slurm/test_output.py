@@ -184,7 +184,7 @@ def test_values(parse: Callable[[Any], Any], values: dict[str | None, Any]) -> N
     [(output.parse_time, "Tomorr 07:05"), (output.parse_time, "20 Nov"), (output.parse_minutes, "1 day")],
 )
 def test_unreadable_value_is_no_missing_value(parse: Callable[[str], float | None], text: str) -> None:
-    """A job whose end cannot be read has an end: it must be asked for again, or shown as unknown."""
+    """A job with an unreadable end has an end: it must be asked for again, or shown as unknown."""
     with pytest.raises(SlurmError, match=re.escape(repr(text))):
         parse(text)
 

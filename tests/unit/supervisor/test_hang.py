@@ -25,7 +25,7 @@ def not_interrupted() -> bool:
 
 
 class FakeRanks:
-    """Ranks 0 to 7, whose nodes print what `on_nodes` returns."""
+    """Ranks 0 to 7; their nodes print the result of `on_nodes`."""
 
     remaining: tuple[int, ...] = tuple(range(8))
 

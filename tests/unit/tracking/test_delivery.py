@@ -278,7 +278,7 @@ def test_names_values_and_files_with_any_characters(scene: Scene, caplog: pytest
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the runs whose report was written, which grow."""
+    """The names of the runs with a new report; the list grows."""
     found: list[str] = []
     monkeypatch.setattr(report, "write_report", lambda run, series, last_values: found.append(run.name))
     return found

@@ -54,7 +54,7 @@ def test_records_of_images_are_skipped(file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def event_with(value: bytes) -> bytes:
-    """Return an event whose summary has one value: the tag `t`, and these further fields."""
+    """Return an event with one value in its summary: the tag `t`, and these further fields."""
     return part(5, part(1, part(1, b"t") + value))
 
 

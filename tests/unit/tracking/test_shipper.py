@@ -188,7 +188,7 @@ def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd
     assert "holds no run" in done.stderr
 
 
-#: A shipper whose pass takes long, such as the upload of a large model. Its parent has ended.
+#: A shipper in a long pass, such as the upload of a large model. Its parent has ended.
 LONG_PASS = f"""
 import os, sys, time
 from hpcdist.tracking import delivery, shipper
@@ -282,7 +282,7 @@ def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: 
 
 
 class Parent:
-    """A supervisor whose run changes at each poll."""
+    """A supervisor of a run that changes at each poll."""
 
     def __init__(self, *actions: Callable[[], object]) -> None:
         self.actions = list(actions)
@@ -346,7 +346,7 @@ def test_run_is_complete_until_new_records_or_another_attempt(scene: Scene) -> N
 
 
 class Live:
-    """A running run whose config allows commands."""
+    """A running run with a config that allows commands."""
 
     def __init__(self, scene: Scene, *allowed: str) -> None:
         self.scene = scene
