@@ -1,8 +1,8 @@
 """hpcdist: one YAML file, one command, distributed PyTorch anywhere.
 
-Public names: `Context` (what `train(ctx, cfg)` gets), `Config` and `load_config`; for scripts, `log`, `should_stop`,
-`should_save`, `agree_among` and `checkpoint_dir`. Their first use imports them, so that `import hpcdist` costs nothing;
-their types are in `__init__.pyi`.
+Public names: `Context` (the first argument of `train(ctx, cfg)`), `Config` and `load_config`; for scripts, `log`,
+`should_stop`, `should_save`, `agree_among` and `checkpoint_dir`. Their first use imports them, so that `import hpcdist`
+costs nothing; their types are in `__init__.pyi`.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@ All ranks are stages and run the same loop. With `roles: {stage: 2}`, two ranks 
 2 or 3 replicas of it: a mesh {replica, stage}. The first stage of a replica reads its images; rank 0 also logs. The
 last stage reads the labels, which follow from the epoch's order as the images do, so no label is sent. There is no
 master: it would cost a process, and all tensors would pass through it. Stages exchange tensors by process groups, and
-nothing is left for RPC.
+need no RPC.
 
 The result is that of gradient accumulation in one process over the same micro-batches: each is normalised by its own
 batch statistics, running statistics are updated once per micro-batch in order, gradients are summed in order, and all
