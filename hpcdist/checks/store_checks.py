@@ -82,7 +82,7 @@ def _server_problem(error: Exception, shown: str, credentials: Credentials, *, i
         text = f"{shown} is up, but does not list experiments ({reason}): {_LATER}"
         return warning("server", text, "see the server's log, and its database")
     if code:
-        text = f"{shown} answers {code}, so it is no MLflow server or has an error: {_LATER}"
+        text = f"{shown} answers {code}, so it is not an MLflow server, or it has an error: {_LATER}"
         fix = f"`curl {shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
         return warning("server", text, fix)
     text = f"{shown} cannot be reached ({reason}): {_LATER}"

@@ -78,8 +78,8 @@ class LoopState:
         num_unknown = sum(id(parameter) not in known for parameter in updated)
         if num_unknown:
             raise TrainerError(
-                f"ctx.steps: {name} updates {num_unknown} of {len(updated)} tensors that are no parameters of model, so"
-                " no checkpoint would have them: pass the module that has them, such as critic=critic"
+                f"ctx.steps: {name} updates {num_unknown} of {len(updated)} tensors that are not parameters of model,"
+                " so no checkpoint would have them: pass the module that has them, such as critic=critic"
             )
 
     def _check_scheduler(self, name: str, optimizer: Optimizer) -> None:

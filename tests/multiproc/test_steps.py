@@ -250,7 +250,7 @@ def in_loop(call: Callable[[Context], Any]) -> Callable[[Context], None]:
         (no_model, "ctx.steps: pass either the model, model=…, or a function that saves"),
         (no_restore, "ctx.steps: with save=… call ctx.restore() before"),
         (no_state, "ctx.steps: epoch is of type int, which has no state_dict and load_state_dict"),
-        (another_module, "ctx.steps: optimizer updates 2 of 2 tensors that are no parameters of model"),
+        (another_module, "ctx.steps: optimizer updates 2 of 2 tensors that are not parameters of model"),
         (no_scheduler, "ctx.steps: the learning rate of optimizer has a scheduler, which is not passed"),
         (no_optimizer, "ctx.steps: the loop uses an optimizer (SGD) that is not passed"),
         (late_optimizer, "ctx.steps: the loop uses an optimizer (SGD) that is not passed"),

@@ -91,7 +91,7 @@ def test_working_server_is_ok_and_one_of_another_kind_a_warning(start_server: Ca
     assert last_check(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
     for answers, level, text in (
         ({"version": "<html>log in</html>"}, "ok", " answers, MLflow of an unknown version"),
-        ({"health": 404}, "warning", "answers 404, so it is no MLflow"),
+        ({"health": 404}, "warning", "answers 404, so it is not an MLflow"),
         ({"search": lambda _: 500}, "warning", "does not list experiments (answer 500)"),
     ):
         check = last_check(start_server(**answers))
