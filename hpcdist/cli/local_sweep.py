@@ -45,6 +45,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     if dry_run:
         return 0
     to_run = [choice for choice in choices if choice.runs]
+    log_files.drop_undelivered_output()
     log_files.configure()
     terminal = console()
     has_refused = False

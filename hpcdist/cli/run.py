@@ -326,6 +326,7 @@ def supervise_here(
         pid = local_launcher.detach(run, os.environ)
         say(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
         return 0
+    log_files.drop_undelivered_output()
     log_files.configure()
 
     def view() -> RunView:

@@ -14,9 +14,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcdist.errors import terminal_text
 from hpcdist.host.files import open_regular
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # Size limit of the log file that a process writes as its standard output and error.
 #
@@ -231,6 +235,43 @@ def say(text: object, *, end: str = "\n", error: bool = False, raw: bool = False
     """Print text without control characters, unless it is `raw`."""
     shown = str(text) if raw else terminal_text(str(text))
     print(shown, end=end, file=sys.stderr if error else None, flush=True)
+
+
+class _DroppingFile(io.FileIO):
+    """A file whose writes are dropped when they fail."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        with suppress(OSError):
+            written = super().write(data)
+            if written is not None:
+                return written
+        return memoryview(data).nbytes
+
+
+def drop_undelivered_output() -> None:
+    """Make standard output and error drop what they cannot deliver, instead of raising an OSError.
+
+    A supervisor must outlive the reader of its output: Ctrl-C ends the `tee` of a pipeline before the ranks have saved,
+    a closed terminal returns EIO, and the disk of a log file may be full.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):  # None, if the process was started without it
+            continue
+        try:
+            descriptor = stream.fileno()
+        except io.UnsupportedOperation:  # a file in memory
+            continue
+        with suppress(OSError):
+            stream.flush()
+        lasting = io.TextIOWrapper(
+            io.BufferedWriter(_DroppingFile(descriptor, "w", closefd=False)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lasting)
 
 
 class _Clean(logging.Formatter):

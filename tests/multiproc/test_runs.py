@@ -72,6 +72,20 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
     assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
+@pytest.mark.slow
+def test_ctrl_c_that_ends_the_reader_first_saves(runs: Runs) -> None:
+    name = "unread"
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
+    runs.wait_until_held(name)
+    assert process.stdout is not None
+    process.stdout.close()  # as of `| tee log`, whose `tee` Ctrl-C ends at once
+    process.send_signal(signal.SIGINT)
+    process.wait(600)
+    state = runs.run_dir(name).read_state()
+    assert (state.status, state.reason) == ("stopped", "everything saved (SIGINT to the supervisor)")
+    assert runs.checkpoint_steps(name)[-1] >= HOLD_STEP
+
+
 @pytest.mark.smoke
 def test_killed_rank_resumes_from_the_last_checkpoint(runs: Runs, control_run: str) -> None:
     name = "rank-killed"

@@ -1,6 +1,8 @@
 """Logs: reading in bounded memory, the size limit, and the form of lines."""
 
+import io
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.cli.options import console
 from hpcdist.host import log_files
 from hpcdist.host.log_files import MAX_LINE_CHARS, PIECE_BYTES, LogTail, last_lines, shorten
 
@@ -197,3 +200,37 @@ def test_log_lines_of_a_rank_name_it(capsys: pytest.CaptureFixture[str]) -> None
     mine, ours = err.splitlines()
     assert (out, mine, log_files.RANK_LINE.sub("", ours)) == ("", "mine: shown", "resumed at step 7")
     assert re.fullmatch(rf"\d\d:\d\d:\d\d INFO rank 3 on {re.escape(socket.gethostname())}: .*", ours)
+
+
+# --- A supervisor outlives the reader of its output.
+
+
+@contextmanager
+def unread_pipe() -> Iterator[io.TextIOWrapper]:
+    """A stream into a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield io.TextIOWrapper(io.FileIO(writer, "w", closefd=False), write_through=True)
+    os.close(writer)
+
+
+def test_output_without_a_reader_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with unread_pipe() as out, unread_pipe() as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        with pytest.raises(BrokenPipeError):
+            log_files.say("step 1")
+        log_files.drop_undelivered_output()
+        log_files.say("step 2")
+        log_files.say("step 3", error=True)
+        console().print("step 4")
+        monkeypatch.undo()
+
+
+def test_output_with_a_reader_stays_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("w", encoding="ascii", errors="backslashreplace") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        file.write("step 1\n")
+        log_files.drop_undelivered_output()
+        log_files.say("step 2 \N{EURO SIGN}")
+        assert (tmp_path / "log").read_text() == "step 1\nstep 2 \\u20ac\n"
