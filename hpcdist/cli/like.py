@@ -61,9 +61,11 @@ def load_copied(run: RunDir, words: Sequence[str], action: str, code: Path | Non
     from hpcdist.config.loading import load_run_config
     from hpcdist.config.written import with_params
     from hpcdist.run import snapshot
+    from hpcdist.run.config_origin import referring_overrides
     from hpcdist.run.kept_secrets import kept
 
-    config = load_run_config(run.config, words, {**kept(run), **os.environ})
+    env = {**kept(run), **os.environ}
+    config = load_run_config(run.config, [*referring_overrides(run, env), *words], env)
     if code is None:
         folders = snapshot.import_path(snapshot.code_state(run), run)
         if not folders:

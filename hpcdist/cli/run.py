@@ -444,16 +444,17 @@ def submit_run(
 
 
 def warn_of_unread_keys(config: Config, origin: Origin) -> None:
-    """Print a note on keys of the config that the trainer cannot read; not on those of a shipped config."""
+    """Print a note on keys of the config without effect; not on those of a shipped config, or that others refer to."""
     from hpcdist.config.document import shipped_configs
     from hpcdist.config.written import flat_values
-    from hpcdist.run.config_origin import overrides
+    from hpcdist.run.config_origin import keys_in_references, overrides
     from hpcdist.run.trainer_source import unread_keys
 
     keys: Sequence[str] = origin.written
     if origin.config in shipped_configs():
         keys = list(overrides(origin, flat_values(config)))
-    text = unread_keys(config, keys, Path.cwd())
+    referred = keys_in_references(origin)
+    text = unread_keys(config, [key for key in keys if key not in referred], Path.cwd())
     if text:
         say(f"note: {text}")
 

@@ -17,7 +17,7 @@ from typing import Any
 from hpcdist.config import document
 from hpcdist.config.conversion import as_written, convert, exact, texts_of
 from hpcdist.config.describe import all_keys, declared_type
-from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
+from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets, redact_text
 from hpcdist.config.removed import removal, without_removed_defaults
 from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, to_tree
 from hpcdist.config.section import map_paths
@@ -35,6 +35,8 @@ Origins = dict[str, str]
 _COMMAND_LINE = "command line"
 _ROLE_REQUESTS = "cluster.roles."
 _CONTAINERS = ("dict[", "list[")
+#: A reference to another key, such as `${params.lr}`.
+_REFERENCE = r"(?<!\\)\$\{([\w-]+(?:\.[\w-]+)*)\}"
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> Config:
@@ -57,6 +59,44 @@ def written_keys(source: str | Path, overrides: Sequence[str], *, cluster: str |
     _, tree, _, _ = _sources(source, cluster)
     document.expand_short_forms(tree)
     return list(dict.fromkeys([*document.flat(tree), *(text.partition("=")[0] for text in overrides)]))
+
+
+def written_references(
+    source: str | Path, overrides: Sequence[str], *, cluster: str | Path | None
+) -> dict[str, str | list[str]]:
+    """Return the values of `load_config` that refer to other keys, as they are written, by dotted key.
+
+    In a list such as `[--lr, "${params.lr}"]`, entries that refer to no key are empty.
+    """
+    _, tree, _, _ = _sources(source, cluster)
+    document.expand_short_forms(tree)
+    _add_overrides(overrides, tree, Origins())
+    references: dict[str, str | list[str]] = {}
+    for path, value in document.leaves(tree):
+        if any("." in name for name in path):  # a free key, which no override can name
+            continue
+        key = ".".join(path)
+        if isinstance(value, list):
+            entries = [str(entry) if referred_keys(entry) else "" for entry in value]
+            if any(entries):
+                references[key] = entries
+        elif referred_keys(value):
+            references[key] = value
+    return references
+
+
+def referred_keys(value: Any) -> set[str]:
+    """Return the dotted keys to which a value refers; none if it also has a secret or refers to anything else.
+
+    References to `name` do not count, since each run has another one.
+    """
+    if not isinstance(value, str) or redact_text(value) != value:
+        return set()
+    keys = set(re.findall(_REFERENCE, value))
+    refers_elsewhere = "${" in re.sub(_REFERENCE, "", value)  # such as `${oc.env:HOME}`, or escaped
+    if refers_elsewhere or "name" in keys:
+        return set()
+    return keys
 
 
 def _sources(source: str | Path, cluster: str | Path | None) -> tuple[Path, dict[str, Any], ParamTexts, Origins]:

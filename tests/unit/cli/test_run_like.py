@@ -142,3 +142,35 @@ def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: Seen) -> 
     assert one_line(hpcdist("rerun", "first")).startswith("the copy of the code of run first is gone: ")
     first.path.chmod(0o777)
     assert "is writable by group or others" in one_line(hpcdist("rerun", "first"))
+
+
+def test_values_that_refer_to_a_changed_key_follow_it(hpcdist: Cli, tmp_path: Path, trains: Seen) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    (tmp_path / "script.yaml").write_text(
+        "trainer: {script: [train.py, --lr, '${params.lr}', --text, 'cost: $5', --seed, '${seed}']}\n"
+        "params: {lr: 1e-4}\nlaunch: {num_ranks: 1, env: {LR: '${params.lr}'}}\n"
+    )
+
+    def command(lr: str, seed: int) -> list[str]:
+        return [str(script), "--lr", lr, "--text", "cost: $5", "--seed", str(seed)]
+
+    result = hpcdist("run", "script.yaml", "name=first", "seed=3")
+    assert "without effect" not in result.out, "the arguments of the script refer to it"
+    assert trains["config"].trainer.script == command("0.0001", 3)
+    assert hpcdist("run", "--like", "first", "params.lr=0.5").code == 0
+    assert trains["config"].trainer.script == command("0.5", 3)
+    assert trains["config"].launch.env == {"LR": "0.5"}
+    copied = trains["run"].name
+    assert hpcdist("run", "--like", copied, "seed=4", "launch.env.LR=x").code == 0
+    assert trains["config"].trainer.script == command("0.5", 4)
+    assert trains["config"].launch.env == {"LR": "x"}
+
+    run = trains["run"]
+    run.write_state(State(status="failed", attempt=1))
+    assert hpcdist("resume", run.name, "params.lr=0.25").code == 0
+    assert trains["config"].trainer.script == command("0.25", 4)
+    assert trains["config"].launch.env == {"LR": "x"}, "an override has replaced the reference"
+    assert hpcdist("resume", run.name, "trainer.script=[train.py, -v]").code == 0
+    assert hpcdist("resume", run.name, "params.lr=0.75").code == 0
+    assert trains["config"].trainer.script == [str(script), "-v"]
