@@ -166,7 +166,7 @@ def timeline(ledger: Ledger) -> Markup:
         parts += [grid, text_at("tick mid", number(tick), x, bottom + 13)]
     for index, attempt in enumerate(attempts):
         top = index * _ROW_HEIGHT + 4
-        row_name = f"attempt {attempt}" if attempt else "between attempts"
+        row_name = f"attempt {attempt}" if attempt else "no attempt"
         parts.append(text_at("row", row_name, 0, top + 12))
         intervals = [interval for interval in shown if interval.attempt == attempt]
         intervals.sort(key=lambda interval: interval.began)

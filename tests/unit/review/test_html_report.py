@@ -322,6 +322,7 @@ def test_report_of_a_sweep_has_its_settings_and_links(tmp_path: Path, monkeypatc
         "Charts", "Settings", "Runs", "Setup of &lt;b&gt;lr=0.1 batch_size=16 seed=1", "Cost",
     ]  # fmt: skip
     assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
+    assert re.search(r" goodput .+ % wall time ", text), "how much of the cost was training"
     assert " wall time 1 min 4 s 1 min 4 s with a run allocated " in text, "runs at the same time count once"
     assert " 0.5 (n=1) too few seeds (-0.35) 1 " in text, "one run against two seeds"
     settings, runs = page.split("<h2>Runs</h2>")
