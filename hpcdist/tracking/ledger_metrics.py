@@ -14,8 +14,9 @@ from hpcdist.tracking.upload_state import state_key
 log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.
 LEDGER_INTERVAL_S = 60.0
-#: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
-LEDGER_PREFIX = "usage/"
+#: MLflow draws the charts of metrics with a prefix by name, then those without one, as of many scripts, and then those
+#: with this prefix.
+LEDGER_PREFIX = "system/"
 #: Significant digits: MLflow's list of runs shows all digits of a number.
 _DIGITS = 4
 
@@ -70,11 +71,10 @@ class LedgerMetrics:
 
     def _read_last(self, mlflow_run: MlflowRun) -> dict[str, float]:
         """Return the last values in MLflow, and note their step and time."""
-        logged = mlflow_run.current().data.metrics
-        values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
+        values: dict[str, float] = mlflow_run.current().data.metrics
         history = []
-        if values:
-            key = f"{LEDGER_PREFIX}allocated_hours"
+        key = f"{LEDGER_PREFIX}allocated_hours"
+        if key in values:
             with translated(mlflow_run.uri):
                 history = mlflow_run.client.get_metric_history(mlflow_run.run_id, key)
         self._step, self._time_ms = max(((point.step, point.timestamp) for point in history), default=(0, 0))
