@@ -326,6 +326,8 @@ class Supervisor:
         except (HpcdistError, OSError) as error:
             kind: Kind = "error"
             if isinstance(error, PreflightError):
+                if self.job is not None and self.job.is_ending():
+                    return "stopped"  # Slurm has ended the probes with the job, so their missing answers mean nothing
                 kind = "unfit"
             elif isinstance(error, UserMistake):
                 kind = "rejected"

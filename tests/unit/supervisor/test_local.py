@@ -23,7 +23,7 @@ from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.config.training_schema import DataConfig, ElasticConfig, TrainerConfig
-from hpcdist.errors import NO_PROCESS, ConfigError, RunFolderError
+from hpcdist.errors import NO_PROCESS, ConfigError, PreflightError, RunFolderError
 from hpcdist.host import gpu_info
 from hpcdist.host.gpu_info import gpu_device_files
 from hpcdist.host.json_files import read_json
@@ -268,6 +268,20 @@ def test_nodes_excluded_by_the_preflight_are_not_recorded(scene: Scene, monkeypa
     assert times is not None
     assert found == [(2, 2)]
     assert (state.status, state.world_size, times.num_ranks, times.status) == ("finished", 1, 1, "finished")
+
+
+@pytest.mark.parametrize(("requeued", "status"), [(False, "stopped"), (True, "queued")])
+def test_end_of_the_job_during_the_preflight_is_no_fault(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, requeued: bool, status: str
+) -> None:
+    def start(attempt: Attempt) -> LocalRanks:
+        raise PreflightError("preflight: group: on all 4 nodes: it has not joined the group of all nodes within 120 s")
+
+    supervisor = scene.supervisor(ScriptedJob(ending=True, requeued=requeued))
+    monkeypatch.setattr(scene.launcher, "start", start)
+    state = scene.supervise(supervisor)
+    assert (state.status, state.reason) == (status, "everything saved (Slurm ends the job)")
+    assert not scene.report.failures
 
 
 def test_job_end_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
