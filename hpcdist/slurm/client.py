@@ -93,7 +93,8 @@ def _run_once(
         return done
     if done.returncode < 0:
         raise SlurmError(f"{program} did not answer within {timeout_s:g} s", timed_out=True, stderr=done.stderr)
-    if "Invalid job id" in done.stderr:
+    # For a cancelled task of an array of which other tasks remain, scontrol prints the second one, as its output.
+    if "Invalid job id" in done.stderr or re.fullmatch(r"Job \S+ not found", done.stdout.strip()):
         return CompletedProcess(command, 0, "", "")
     if _NO_CONFIG in done.stderr:
         raise SlurmError(NO_CONFIG, stderr=done.stderr)

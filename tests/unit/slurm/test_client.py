@@ -39,6 +39,12 @@ def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands
     assert not caught.value.installed
 
 
+def test_cancelled_task_of_a_waiting_array_is_unknown(commands: FakeCommands) -> None:
+    commands.add("scontrol", "Job 26_1 not found\n", code=1)  # Slurm 22.05, while it knows other tasks
+    commands.add("sacct", "")
+    assert client.query_job("26_1") is None
+
+
 def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     commands.add_script(
