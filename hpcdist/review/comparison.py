@@ -247,8 +247,8 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueComparison:
-    num_values: int  #: compared pairs of values
-    num_steps: int  #: different steps with compared values
+    num_values: int  #: compared values of the common metrics, also those that only one of the runs has
+    num_steps: int  #: different steps with such values
     num_metrics: int
     num_differing: int
     differences: tuple[Difference, ...]  #: the first one of each differing metric, by step
@@ -264,7 +264,7 @@ class ValueComparison:
         """The result of the comparison, with the first difference."""
         if not self.num_values:
             return "nothing was compared: the runs have no common values"
-        compared = f"{self.num_values:,} values of {self.num_metrics} metrics at {self.num_steps:,} steps"
+        compared = f"{self.num_values:,} values of {plural(self.num_metrics, 'metric')} at {self.num_steps:,} steps"
         if self.differences:
             return f"the first difference is at {self.differences[0]}; {self.num_differing:,} of {compared} differ"
         if self.unshared:
@@ -299,9 +299,9 @@ def compare_values(before: Values, after: Values) -> ValueComparison:
         shared = first_points.keys() & second_points.keys()
         unshared = first_points.keys() ^ second_points.keys()
         differing = {step for step in shared if not _equal(first_points[step], second_points[step])} | unshared
-        num_values += len(shared)
+        num_values += len(shared | unshared)
         num_differing += len(differing)
-        compared_steps |= shared
+        compared_steps |= shared | unshared
         if differing:
             step = min(differing)
             differences.append(

@@ -56,10 +56,16 @@ def test_first_difference_and_missing_values() -> None:
         "the first difference is at step 4: accuracy was 0.5, is 0.25; 3 of 11 values of 2 metrics at 10 steps differ"
     )
     short = {step: value for step, value in LOSS.items() if step != 5}
-    missing = "the first difference is at step 5: loss was 0.2, is not logged; 1 of 9 values"
-    assert sentence({"loss": LOSS}, {"loss": short}).startswith(missing)
-    added = "the first difference is at step 5: loss was not logged, is 0.2; 1 of 9 values"
-    assert sentence({"loss": short}, {"loss": LOSS}).startswith(added)
+    missing = (
+        "the first difference is at step 5: loss was 0.2, is not logged; 1 of 10 values of 1 metric at 10 steps differ"
+    )
+    assert sentence({"loss": LOSS}, {"loss": short}) == missing
+    added = (
+        "the first difference is at step 5: loss was not logged, is 0.2; 1 of 10 values of 1 metric at 10 steps differ"
+    )
+    assert sentence({"loss": short}, {"loss": LOSS}) == added
+    failed_early = sentence({"loss": LOSS}, {"loss": {1: LOSS[1]}})
+    assert failed_early.endswith("9 of 10 values of 1 metric at 10 steps differ")
     assert sentence({"loss": LOSS, "a": {1: 1.0}}, {"loss": LOSS}) == "only one of the runs has logged a"
     assert sentence({"loss": LOSS}, {}) == "nothing was compared: the runs have no common values"
     assert not compare_values({}, {}).is_equal
