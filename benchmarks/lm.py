@@ -102,8 +102,7 @@ def hpcdist_loop(ctx: Context, cfg: Config, num_rounds: int, num_steps: int) -> 
 
     def save() -> None:
         steps.save({"eval/loss": 0.0})
-        ctx._shard_writer.wait()
-        ctx._saver.wait()
+        ctx._saves.wait()
 
     return Contender(do_steps, save)
 

@@ -70,12 +70,7 @@ class Contenders:
 
     def ours(self, step: int) -> Callable[[], object]:
         self._ctx.save(step, model=self._model, optimizer=self._optimizer)
-
-        def wait() -> None:
-            self._ctx._shard_writer.wait()
-            self._ctx._saver.wait()
-
-        return wait
+        return self._ctx._saves.wait
 
     def _state(self) -> dict[str, object]:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}

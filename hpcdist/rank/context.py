@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.in_place import Stateful, StoredState
 from hpcdist.checkpoint.initial_weights import initial_weights, load_into
-from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
-from hpcdist.checkpoint.shard_exchange import ShardExchange
-from hpcdist.checkpoint.sharded import Division, Owners, digest_of, divide, map_leaves, nearest_first, read_shard
+from hpcdist.checkpoint.saver import plain_state
+from hpcdist.checkpoint.sharded import divide, map_leaves, nearest_first, read_shard
 from hpcdist.checkpoint.state import Shard, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import (
     CheckpointStore,
-    Snapshot,
     read_manifest,
     shard_name,
 )
@@ -33,6 +31,7 @@ from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
 from hpcdist.rank import compile_cache
+from hpcdist.rank.checkpoint_saves import CheckpointSaves
 from hpcdist.rank.checkpoint_search import CheckpointSearch
 from hpcdist.rank.elastic_loop import Elastic
 from hpcdist.rank.live_commands import LiveCommands
@@ -182,10 +181,7 @@ class Context:
         heartbeat.timing = self.timer.report
         heartbeat.account = self.timer.account
         self._store = CheckpointStore(run.checkpoints, config.checkpoint)
-        self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
-        self._shard_writer = BackgroundWriter(str(run.checkpoints))
-        self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
-        self._owners = Owners(topology.rank, topology.world_size, self.groups.all_gather)
+        self._saves = CheckpointSaves(self._store, self.groups, topology, before_publish=self._before_publish)
         self._loop_ranks = groups  #: the ranks that count steps
         self._steps: Steps | None = None
         self._has_restored = False
@@ -373,8 +369,7 @@ class Context:
         self._refuse_in_loop("should_stop", "ctx.steps asks after each step")
         if self._is_first_step:
             self._require_init()
-        self._saver.check()
-        self._shard_writer.check()
+        self._saves.check()
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat(regular=True)
@@ -495,71 +490,20 @@ class Context:
             weights: dict[str, Tensor] = {}
             if model is not None:
                 weights = clean_state_dict(model)
-            state = divide(weights, {**(trainer or {}), **states_of(states)})
-            self._save(step, state, local, metrics or {}, shard)
+            metrics = metrics or {}
+            self._saves.save(
+                step,
+                divide(weights, {**(trainer or {}), **states_of(states)}),
+                shard,
+                self._rank_state(local),
+                metrics=metrics,
+                samples=self.report.take_samples(metrics),
+                on_written=self._commands.begin_save(step),
+            )
+            self._saved_step = step
         self._heartbeat.beat()
         compile_cache.save_soon()
         self.timer.skip()
-
-    def _save(
-        self,
-        step: int,
-        state: Division,
-        local: Mapping[str, Any] | None,
-        metrics: Mapping[str, float],
-        shard: Shard | None,
-    ) -> None:
-        """Start the save of a checkpoint; see `save`."""
-        report_saved = self._commands.begin_save(step)
-        is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
-        is_sharded = shard is not None or bool(state.tensors)
-        needs_write = is_sharded and self.is_main and self._saver.needs_write(step)
-        rank_state = self._rank_state(local)
-        part = shard
-        with call_of_all_ranks("ctx.save"):
-            facts, rank_states = self.groups.gather_later(rank_state, [needs_write, is_owner, digest_of(state.tensors)])
-            # One decision for all: an earlier save of this step may have failed on rank 0 alone.
-            needs_write = bool(facts[0][0])
-            owners = [rank for rank, (_, owns, _) in enumerate(facts) if owns]
-            _require_equal_sharding([digest for _, _, digest in facts])
-            if state.tensors:
-                if shard is not None:
-                    raise CheckpointError(
-                        "ctx.save: model or optimizer have sharded tensors (DTensor): leave out shard="
-                    )
-                boxes, owners = self._owners.choose(state.tensors)
-                part = Shard.of(state.tensors, boxes)
-                is_owner = self.rank in owners
-        self._saved_step = step
-        samples = self.report.take_samples(metrics)
-        staging = self._store.staging(step, self._attempt.number)
-        start_shard = None
-        if part is not None and is_owner and needs_write:
-            write = partial(self._shards.write, boxes=part.boxes, step=step, staging=staging)
-            start_shard = self._shard_writer.copied(part.state, write)
-        if self.is_main:
-            sharded = {key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()}
-            snapshot = Snapshot(
-                step=step,
-                model=state.model,
-                trainer=state.trainer,
-                rank_states=[],
-                collect_rank_states=rank_states,
-                metrics={name: float(value) for name, value in metrics.items()},
-                samples=samples,
-                sharded=plain_state(sharded, "sharded"),
-            )
-            if owners:
-                pending = self._shards.pending(step, owners, staging)
-                snapshot = replace(snapshot, collect_shards=pending.collect, drop_shards=pending.drop)
-            self._saver.save(snapshot, on_written=report_saved)
-        if start_shard is not None:
-            start_shard()
-        if shard is not None:
-            # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
-            self._shard_writer.wait_for_copy()
-            self._saver.wait_for_copy()
-            self.groups.barrier()
 
     def _rank_state(self, local: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return a copy of the state of this rank for a checkpoint, in host memory."""
@@ -710,8 +654,7 @@ def close(ctx: Context) -> Literal["done", "stopped"]:
     ctx.timer.account.enter("finish")
     ctx._commands.close()
     ctx._stop.close()
-    ctx._shard_writer.close()
-    ctx._saver.close()
+    ctx._saves.close()
     ctx._records.journal.flush(durable=True)
     ctx.timer.account.is_closed = True
     ctx._heartbeat.close()
@@ -742,23 +685,6 @@ def _copy_on_host(_: tuple[Any, ...], value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return value
-
-
-def _require_equal_sharding(digests: Sequence[int]) -> None:
-    """Raise CheckpointError if the ranks pass different sharded tensors; a digest is 0 without any."""
-    if len(set(digests)) == 1:
-        return
-    without = ", ".join(str(rank) for rank, digest in enumerate(digests) if not digest)
-    if without:
-        raise CheckpointError(
-            f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
-            " shard: pass them on every rank, which saves its own part"
-        )
-    others = ", ".join(str(rank) for rank, digest in enumerate(digests) if digest != digests[0])
-    raise CheckpointError(
-        f"ctx.save: the sharded tensors (DTensor) of rank {others} have other names or shapes than those of rank 0:"
-        " pass the same model and optimizer on every rank"
-    )
 
 
 def _number(name: str, value: float | Tensor) -> float:

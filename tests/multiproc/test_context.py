@@ -364,7 +364,7 @@ def test_replaced_attempt_cannot_save(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with open_context(SINGLE_RANK, run, Config()) as ctx:
         ctx.save(1, model=nn.Linear(2, 2), trainer={})
-        ctx._saver.wait()
+        ctx._saves.wait()
         run.new_attempt()
         ctx.save(2, model=nn.Linear(2, 2), trainer={})
         with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 must not save"):

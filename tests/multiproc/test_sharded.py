@@ -232,8 +232,7 @@ def loop_in_attempts(here: Rank, path: Path, sizes: dict[str, int], attempts: li
                 train_loop(ctx, sizes, fail_in=attempt.get("fail"))
                 close(ctx)
             except RuntimeError:
-                ctx._saver.close()
-                ctx._shard_writer.close()
+                ctx._saves.close()
 
 
 @pytest.mark.parametrize("sizes", [{"shard": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
@@ -329,11 +328,11 @@ def save_again_after_an_error(here: Rank, path: Path, failing: int) -> str:
 
         def fail_once(*args: Any, **options: Any) -> Any:
             shard_exchange.save_file = store.save_file  # type: ignore[attr-defined]
-            ctx._saver._before_publish = None
+            ctx._saves._saver._before_publish = None
             raise OSError(errno.ESTALE, "Stale file handle")
 
         if here.rank == failing == 0:
-            ctx._saver._before_publish = fail_once
+            ctx._saves._saver._before_publish = fail_once
         elif here.rank == failing:
             shard_exchange.save_file = fail_once  # type: ignore[attr-defined]
         for _ in range(2):
@@ -476,8 +475,7 @@ def memory_of_saves(here: Rank, path: Path) -> dict[str, int]:
         peak = Peak()
         for step in (1, 2):
             ctx.save(step, model=net, optimizer=optimizer)
-            ctx._shard_writer.wait()
-            ctx._saver.wait()
+            ctx._saves.wait()
         saving = peak.growth()
         close(ctx)
     del net, optimizer
@@ -601,8 +599,7 @@ def save_until_killed(here: Rank, path: Path, victim: int, fatal: int) -> None:
         killer = KillAtMoment(fatal if here.rank == victim else -1, pids)
         for step in range(first + 1, first + 6):
             ctx.save(step, model=net, trainer={"twice": filled(net, step)})
-            ctx._shard_writer.wait()
-            ctx._saver.wait()
+            ctx._saves.wait()
             ctx.groups.barrier()
             if ctx.is_main:
                 (path / "durable").write_text(str(step))

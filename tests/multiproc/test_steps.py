@@ -73,7 +73,7 @@ def train_in_attempts(here: Rank, path: Path, attempts: list[dict[str, int]]) ->
                 ends.append((steps.step, steps.is_stopped))
                 close(ctx)
             except RuntimeError:
-                ctx._saver.close()
+                ctx._saves.close()
     return ends
 
 

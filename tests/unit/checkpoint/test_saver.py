@@ -474,7 +474,7 @@ def test_local_state_is_copied_before_the_call_returns(tmp_path: Path) -> None:
     position = torch.zeros(2)
     may_write = threading.Event()
     with open_context(SINGLE_RANK, run, Config()) as ctx:
-        ctx._saver._thread.submit(may_write.wait)
+        ctx._saves._saver._thread.submit(may_write.wait)
         ctx.save(1, model=nn.Linear(1, 1), local={"sampler": {"position": position}})
         position.fill_(9)
         may_write.set()
