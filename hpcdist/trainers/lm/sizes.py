@@ -86,17 +86,23 @@ class LmModelConfig(ConfigSection):
             num_tables = 1
         return self.num_layers * layer + num_tables * vocab_size * self.hidden_size + self.hidden_size
 
-    def flops_per_token(self, vocab_size: int, length: int) -> int:
+    def flops_per_token(self, vocab_size: int, length: int, *, is_frozen: bool = False) -> int:
         """Return the FLOPs of a training step for each token of a sequence of `length` tokens.
 
         6 for each weight of a matrix product, and causal attention (https://arxiv.org/abs/2204.02311, appendix B, of
         which causal attention needs half).
+
+        Args:
+            is_frozen: with LoRA, which computes no gradients of these weights: 4 for each. Its own are few.
         """
         num_weights = self.num_parameters(vocab_size)
         if not self.tie_embeddings:
             num_weights -= vocab_size * self.hidden_size  # looked up, not multiplied
         attention = 6 * self.num_layers * self.num_heads * self.head_size * length
-        return 6 * num_weights + attention
+        flops_per_weight = 6
+        if is_frozen:
+            flops_per_weight = 4
+        return flops_per_weight * num_weights + attention
 
     def problems(self) -> list[str]:
         """Return a message for each invalid value of this section."""

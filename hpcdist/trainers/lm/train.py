@@ -278,7 +278,8 @@ class Rates:
         lm = cfg.section(LmConfig)
         self.tokens_per_window = lm.sequence_length
         self._num_ranks = ctx.world_size
-        self._flops = lm.model.flops_per_token(model.vocab_size, lm.sequence_length)
+        is_frozen = lm.lora.rank > 0
+        self._flops = lm.model.flops_per_token(model.vocab_size, lm.sequence_length, is_frozen=is_frozen)
         self._device = ctx.device
         dtype = torch.float32
         if cfg.precision.dtype == "bf16":

@@ -157,6 +157,7 @@ def test_flops_are_those_of_products_and_attention() -> None:
     norms = 2 * 2 * 64 + 64
     attention = 2 * 2 * 2 * 64 * 10 // 2  # scores and values, of half of 10 positions on average
     assert model.flops_per_token(50, 10) == 6 * (products + norms) + 3 * attention
+    assert model.flops_per_token(50, 10, is_frozen=True) == 4 * (products + norms) + 3 * attention
 
 
 def test_values_of_other_trainers_are_not_shown(tmp_path: Path) -> None:
