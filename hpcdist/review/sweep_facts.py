@@ -14,7 +14,7 @@ from hpcdist.review.description import fitted, setup_rows, setup_table, state_at
 from hpcdist.review.facts import best_checkpoint, read_checkpoints, read_facts, readable
 from hpcdist.review.markdown import escaped, link, run_page, table, with_code
 from hpcdist.review.metric_series import LastValue, common_metric
-from hpcdist.review.ranking import Measure, RankedRow, Ranking, ReadLastValues, Result, make_rows, measure_in
+from hpcdist.review.ranking import Measure, Placed, RankedRow, Ranking, ReadLastValues, Result, make_rows, measure_in
 from hpcdist.review.uncertainty import LARGEST_VALUE
 from hpcdist.review.verdict import Measured, Verdict
 from hpcdist.run.folder import RunDir, State
@@ -45,8 +45,7 @@ class SweepRow:
     name: str
     cells: Sequence[CellFacts]
     ranked: RankedRow | None = None  #: None without a value
-    verdict: Verdict | None = None  #: against the best row; None for the best one, and if it is unknown
-    is_best: bool = False  #: whether it is the best of several rows with values
+    placed: Placed | None = None  #: `ranked` among several rows with values; None if it is unknown which is best
 
     @property
     def values(self) -> Sequence[float]:
@@ -59,11 +58,14 @@ class SweepRow:
         return self.ranked.value_text if self.ranked else ""
 
     @property
+    def verdict(self) -> Verdict | None:
+        """The verdict against the best row; None for the best one itself, and if it is unknown."""
+        return self.placed.verdict if self.placed else None
+
+    @property
     def against_best(self) -> str:
         """The verdict as text, `the best` for the best row; empty if there is none."""
-        if self.is_best:
-            return "the best"
-        return self.verdict.text if self.verdict else ""
+        return self.placed.verdict_text if self.placed else ""
 
     @property
     def state(self) -> str:
@@ -172,16 +174,14 @@ class SweepFacts:
         cells: dict[str, list[CellFacts]] = {}
         for cell in self.cells:
             cells.setdefault(setting_of(cell.values), []).append(cell)
-        verdicts: dict[str, Verdict | None] = {}
-        if self.best is not None:
-            verdicts = {placed.row.name: placed.verdict for placed in self.ranking.placed()}
         ranked = {row.name: row for row in self.ranking.rows}
-        rows = []
-        for name, row in ranked.items():
-            is_best = row is self.best and len(ranked) > 1
-            verdict = verdicts.get(name)
-            rows.append(SweepRow(name=name, cells=cells[name], ranked=row, verdict=verdict, is_best=is_best))
-        return rows + [SweepRow(name=name, cells=cells[name]) for name in cells if name not in ranked]
+        placed: dict[str, Placed] = {}
+        if self.best is not None and len(ranked) > 1:
+            placed = {each.row.name: each for each in self.ranking.placed()}
+        names = dict.fromkeys([*ranked, *cells])
+        return [
+            SweepRow(name=name, cells=cells[name], ranked=ranked.get(name), placed=placed.get(name)) for name in names
+        ]
 
     @property
     def ranked_cells(self) -> list[CellFacts]:
