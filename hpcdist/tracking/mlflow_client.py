@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import uuid
@@ -356,28 +357,41 @@ class MlflowRun:
         return self.client.create_run(experiment, start_ms, {UID_TAG: uid}, run_name=self._folder.name)
 
     def _get(self, run_id: str) -> entities.Run | None:
-        """Return a run; None if it does not exist. Raises TrackingError if it is deleted."""
+        """Return a run; None if it does not exist. Raises TrackingError if it or its experiment is deleted."""
         run = None
         with tolerated("RESOURCE_DOES_NOT_EXIST"):
             run = self.client.get_run(run_id)
-        if run is not None and run.info.lifecycle_stage == "deleted":
+        if run is None:
+            return None
+        # Together with an experiment MLflow deletes and restores its runs.
+        self._require_undeleted(self.client.get_experiment(run.info.experiment_id))
+        if run.info.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"run {run_id} is deleted in MLflow at {redact_text(self.uri)}: restore it with"
-                f" `mlflow runs restore --run-id {run_id}`"
+                f" `{self._command} runs restore --run-id {run_id}`"
             )
         return run
+
+    def _require_undeleted(self, experiment: entities.Experiment) -> None:
+        if experiment.lifecycle_stage == "deleted":
+            raise TrackingError(
+                f"experiment {experiment.name} is deleted in MLflow at {redact_text(self.uri)}: restore it with"
+                f" `{self._command} experiments restore --experiment-id {experiment.experiment_id}`, or choose another"
+                " `experiment` for a new run"
+            )
+
+    @property
+    def _command(self) -> str:
+        """MLflow's command line for this store: without the variable it would create a store of its own."""
+        return f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(self.uri))} mlflow"
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is created if it does not exist."""
         name = self._folder.experiment
         for _ in range(2):  # another process may create it at the same time
             experiment = self.client.get_experiment_by_name(name)
-            if experiment is not None and experiment.lifecycle_stage == "deleted":
-                raise TrackingError(
-                    f"experiment {name} is deleted in MLflow at {redact_text(self.uri)}: restore it with `mlflow"
-                    f" experiments restore --experiment-id {experiment.experiment_id}`, or choose another `experiment`"
-                )
             if experiment is not None:
+                self._require_undeleted(experiment)
                 return require_id(experiment.experiment_id, "an experiment")
             with tolerated("RESOURCE_ALREADY_EXISTS"):
                 location = self._artifact_location(name)

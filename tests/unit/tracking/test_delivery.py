@@ -1,6 +1,7 @@
 """Passes of the shipper to a real MLflow database, with failing requests, killed processes and servers."""
 
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -188,7 +189,8 @@ def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
     live.open_run()
     scene.client.delete_run(run_id)
     scene.log(range(3))
-    with pytest.raises(TrackingError, match=f"run {run_id} is deleted .*`mlflow runs restore --run-id {run_id}`"):
+    command = re.escape(f"`MLFLOW_TRACKING_URI={scene.uri} mlflow")
+    with pytest.raises(TrackingError, match=f"run {run_id} is deleted .*{command} runs restore --run-id {run_id}`"):
         live.ship_once()
     scene.client.restore_run(run_id)
     assert live.ship_once() == 3
@@ -196,8 +198,17 @@ def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
     other = RunDir.create(scene.run.path.parent / "second")
     other.config.write_text("{}")
     scene.client.delete_experiment(experiment)
-    with pytest.raises(TrackingError, match=f"exp is deleted .*experiments restore --experiment-id {experiment}`, or"):
+    of_experiment = f"exp is deleted .*{command} experiments restore --experiment-id {experiment}`, or"
+    with pytest.raises(TrackingError, match=of_experiment):
         delivery.Delivery(other, scene.uri).open_run()
+    with pytest.raises(TrackingError, match=of_experiment):
+        scene.shipper().ship_once()
+    scene.client.restore_run(run_id)  # alone, which leaves the experiment deleted
+    with pytest.raises(TrackingError, match=of_experiment):
+        scene.shipper().ship_once()
+    scene.client.restore_experiment(experiment)
+    scene.log(range(3, 5))
+    assert scene.shipper().ship_once() == 2
 
 
 def test_run_that_is_missing_in_its_store_is_an_error(scene: Scene) -> None:
