@@ -41,6 +41,8 @@ ROOM_FOR_RESTART_BYTES = 2**20
 NO_METRICS = "it logged no metrics: use MLflow, hpcdist.log, TensorBoard, a csv log or tracking.stdout_metrics"
 #: Time before the end of an allocation that is reserved for the last write of the state.
 LAST_WRITE_S = 10.0
+#: Slurm may send the signal ahead of the time limit this much earlier than requested (`sbatch --signal`).
+EARLY_SIGNAL_S = 60.0
 #: An attempt without a checkpoint that was shorter is repeated to find out whether a node has caused its exception.
 SHORT_ATTEMPT_S = 600.0
 
@@ -511,9 +513,11 @@ class Supervisor:
         how = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
         if self._ended_late:
             how += f"; {self._ended_late}"
-        if request is None:
-            return f"{how} (the ranks received a stop signal)"
-        return how
+        if request is not None:
+            return how
+        if self._allocation is not None and time.time() > self._allocation.stop_at - EARLY_SIGNAL_S:
+            return f"{how} (time limit)"
+        return f"{how} (the ranks received a stop signal)"
 
     def _log_of(self, attempt: Attempt, failure: Failure) -> Path:
         """Return the file that explains a failure."""

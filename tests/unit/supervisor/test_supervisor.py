@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
 from hpcdist.supervisor.parents import ParentRanks
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
+from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.journal import read_records
 from hpcdist.tracking.run_tags import state_tags
 
@@ -370,6 +372,15 @@ def test_state_is_written_after_the_requeue_of_the_job(scene: Scene) -> None:
     assert (state.status, state.ended) == ("queued", None)
     assert state.reason == "everything saved (the ranks received a stop signal)"
     assert scene.report.notes[-1] == f"queued: {state.reason}"
+
+
+def test_early_signal_of_the_time_limit_is_named(scene: Scene) -> None:
+    """Slurm's signal may reach the ranks up to a minute before the supervisor's request."""
+    scene.script(first=[STOPS, EXIT_0])
+    now = time.time()
+    job = ScriptedJob(allocation=Allocation(stop_at=now + 30, end=now + 3600))
+    state = scene.supervise(scene.supervisor(job))
+    assert (state.status, state.reason) == ("queued", "everything saved (time limit)")
 
 
 def test_run_is_stopped_if_slurm_refuses_the_requeue(scene: Scene) -> None:
