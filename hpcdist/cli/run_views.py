@@ -506,6 +506,10 @@ def read_status(run: RunDir) -> dict[str, Any]:
                 ranks.append({"rank": rank} | {key: beat.get(key) for key in _BEAT})
         stragglers = attempt.current_stragglers()
     held = holder(run)
+    if (
+        now.facts is not None and now.facts.waiting
+    ):  # the lease of a supervisor that was killed with its start of the job
+        held = None
     mlflow = read_record(run.mlflow) or {}
     return {
         "run": f"{run.experiment}/{run.name}",

@@ -252,7 +252,7 @@ def drop_undelivered_output() -> None:
     """Make standard output and error drop what they cannot deliver, instead of raising an OSError.
 
     A supervisor must outlive the reader of its output: Ctrl-C ends the `tee` of a pipeline before the ranks have saved,
-    a closed terminal returns EIO, and the disk of a log file may be full.
+    and the disk of a log file may be full.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

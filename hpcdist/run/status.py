@@ -276,6 +276,8 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
         job = job_of(run)
         job_id = "?" if job is None else job.id
         reason = f"Slurm no longer knows job {job_id}, and its supervisor did not record a status"
+        if state.attempt == 0:
+            reason = f"Slurm no longer knows job {job_id}: it was cancelled in the queue, or failed before an attempt"
         return status("lost", reason, final=True)
     if facts is not None and facts.waiting:
         return status("queued")

@@ -332,6 +332,17 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
     assert f"next         {advice}" in lost
 
 
+def test_status_of_a_requeued_run_has_no_supervisor(console: Console, make: Make, slurm: SetJob) -> None:
+    """A failed node takes the supervisor with it, whose lease looks fresh for a while."""
+    run = submitted(make(status="running", attempt=1))
+    with hold(run):
+        slurm(job("RUNNING", nodes="n1"))
+        assert run_views.read_status(run)["held_by"] is not None
+        slurm(job("PENDING", reason="BeginTime"))
+        found = run_views.read_status(run)
+    assert (found["status"], found["held_by"]) == ("queued", None)
+
+
 def test_status_of_a_finished_run_has_value_duration_and_cost(console: Console, make: Make) -> None:
     run = make(status="finished", reason="trained 10 steps")
     run.config.write_text("checkpoint: {monitor: eval/loss, monitor_mode: min}\n")

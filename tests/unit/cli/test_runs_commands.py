@@ -147,7 +147,7 @@ def test_stop_reports_an_unknown_state_of_the_job(hpcdist: Cli, queued: RunDir, 
         "run first has no supervisor, and Slurm does not answer about job 7: no squeue here"
     )
     slurm(JobSnapshot())
-    message = "run first is not running: it is lost: Slurm no longer knows job 7, and its supervisor did"
+    message = "run first is not running: it is lost: Slurm no longer knows job 7: it was cancelled in the queue"
     assert one_line(hpcdist("stop", "first")).startswith(message)
     assert queued.read_state().status == "queued"
 

@@ -203,6 +203,14 @@ def test_lost_run_is_closed_with_the_end_of_its_job(
     assert (state.status, state.reason, state.attempt) == (status, reason, 1)
     assert state.ended is not None
     assert (state.ended == 1700.0) == (snapshot is ENDED)
+
+
+def test_job_that_left_the_queue_before_an_attempt_had_no_supervisor(run: RunDir) -> None:
+    write_json(run.slurm, {"job_id": "7"})
+    set_state(run, status="queued")
+    found = status_from(run, UNKNOWN)
+    reason = "Slurm no longer knows job 7: it was cancelled in the queue, or failed before an attempt"
+    assert (found.name, found.reason) == ("lost", reason)
     assert close_if_lost(run) == ""
 
 
