@@ -254,7 +254,7 @@ def write_model(
     it is complete.
 
     Args:
-        stored: the config of the run, whose trainer may change the weights, and must know the format `huggingface`.
+        stored: the config of the run: its trainer may change the weights, and must know the format `huggingface`.
 
     Raises ExportError if the output exists, if its folder cannot be written, if the disk is full, if the checkpoint
     contains no weights, or if the model has no form in the format.

@@ -30,7 +30,7 @@ from hpcdist.errors import CheckpointError, few
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint can hold, such as an optimizer, a scheduler or a sampler."""
+    """An object with a state for checkpoints, such as an optimizer, a scheduler or a sampler."""
 
     def state_dict(self) -> Any: ...
 
@@ -135,12 +135,10 @@ class StoredState:
         missing = [each for each in own if each not in saved]
         unexpected = [each for each in saved if each not in own]
         if missing:
-            raise CheckpointError(
-                f"{name} has {few(missing)}, which the checkpoint has not: load it into the same model"
-            )
+            raise CheckpointError(f"{name} has {few(missing)}, which the checkpoint lacks: load it into the same model")
         if unexpected:
             raise CheckpointError(
-                f"the checkpoint has {few(unexpected)} of {name}, which {name} has not: load it into the same model"
+                f"the checkpoint has {few(unexpected)} of {name}, which {name} lacks: load it into the same model"
             )
         for each, value in saved.items():
             if isinstance(own[each], Tensor) and not is_extra_state(each):

@@ -7,7 +7,7 @@ writes boxes to its own file, and each box is in one file only:
 
 `boxes` also has the parts in `trainer` that are DTensors, by their path in the trainer's state:
 `("optimizer", "state", 0, "exp_avg")`. A tensor without a box is whole. Any mesh restores from these files, since the
-reader copies what a box of the file and a box of the new mesh have in common. Files are mapped into memory, so that
+reader copies the common part of a box of the file and a box of the new mesh. Files are mapped into memory, so that
 only the copied pages are read.
 """
 
@@ -50,7 +50,7 @@ class Box(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What a checkpoint says of a tensor that is in shards."""
+    """The description, in a checkpoint, of a tensor that is in shards."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,8 +85,8 @@ def targets_of(value: Tensor) -> list[Target]:
     dtensor: DTensor = value  # type: ignore[assignment]
     if any(placement.is_partial() for placement in dtensor.placements):
         raise CheckpointError(
-            f"a DTensor of shape {list(value.shape)} has the placements {dtensor.placements}, sums of which each rank"
-            " has a part: call redistribute before the save"
+            f"a DTensor of shape {list(value.shape)} has the placements {dtensor.placements}, so each rank has only a"
+            " part of a sum: call redistribute before the save"
         )
     local = dtensor.to_local()
     if local.numel() == 0:
@@ -99,7 +99,7 @@ def targets_of(value: Tensor) -> list[Target]:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict is that of a module's `get_extra_state`, whose value may be anything."""
+    """Return whether a name in a state dict is that of a module's `get_extra_state`, with a value of any type."""
     return name.rpartition(".")[2] == "_extra_state"  # documented by torch.nn.Module.state_dict
 
 
@@ -303,7 +303,7 @@ class ShardReader:
         return wholes
 
     def fill(self, key: Key, targets: Sequence[Target]) -> None:
-        """Copy boxes of a whole tensor into memory. Of the shards, only what they contain of these boxes is read.
+        """Copy boxes of a whole tensor into memory. Of the shards, only their parts of these boxes are read.
 
         Raises CheckpointError if values of a box are in no shard.
         """
@@ -356,7 +356,7 @@ class ShardReader:
 
 @torch.no_grad()
 def copy_overlap(source: Tensor, offset: Sequence[int], target: Target) -> int:
-    """Copy what a part of a tensor, which begins at `offset`, and a target have in common.
+    """Copy the common box of a target and a part of a tensor, which begins at `offset`.
 
     Returns the number of values.
     """

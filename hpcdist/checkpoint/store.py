@@ -88,7 +88,7 @@ class Snapshot:
     #: Waits for the shards of other ranks, and removes them, unless they have been collected.
     drop_shards: Callable[[], None] = lambda: None
     samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
-    #: Shape and type of each tensor in shards in whose place `model` and `trainer` have None, by name or path.
+    #: Shape and type of each tensor in shards, by name or path; `model` and `trainer` have None in its place.
     sharded: Mapping[Any, Any] = field(default_factory=dict)
 
 
@@ -129,7 +129,7 @@ class CheckpointStore:
     # --- reading
 
     def latest(self, verify: "Callable[[Path], Manifest] | None" = None) -> Manifest | None:
-        """Return the newest checkpoint whose manifest, sizes and hashes are valid; None if there is none.
+        """Return the newest checkpoint with valid manifest, sizes and hashes; None if there is none.
 
         Args:
             verify: returns the manifest of a checkpoint, or raises CheckpointError; by default `verified`.
@@ -173,7 +173,7 @@ class CheckpointStore:
         return self._newest.step
 
     def load(self, path: Path) -> Snapshot:
-        """Load a checkpoint that `latest()` has returned, and whose hashes it has verified, into host memory."""
+        """Load a checkpoint that `latest()` has returned, with verified hashes, into host memory."""
         manifest = read_manifest(path)
         rest = load_file(path / TRAINER_FILE)
         if rest.keys() - {"sharded"} != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
@@ -497,7 +497,7 @@ def _metric(value: Any) -> float:
 
 
 def verified(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint, whose files have the sizes and SHA-256 hashes in it.
+    """Return the manifest of a checkpoint, after a check of the sizes and SHA-256 hashes of its files.
 
     Raises CheckpointError if a file is missing, cannot be read, or has changed.
     """

@@ -41,7 +41,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, folder: Path) -> "StoredWeights":
-        """Return the weights of a checkpoint whose files have the hashes of its manifest."""
+        """Return the weights of a checkpoint, after a check of its files by the manifest."""
         manifest = verified(folder)
         return cls(load_file(folder / MODEL_FILE, mmap=True), [folder / name for name in manifest.shards])
 

@@ -48,7 +48,9 @@ def write_safetensors(weights: StoredWeights, names: Sequence[str], file: Path, 
     for name in names:
         whole = weights.whole(name)
         if whole.dtype not in _SAFETENSORS_DTYPES:
-            raise ExportError(f"{name} has the type {whole.dtype}, which safetensors has not: choose --format torch")
+            raise ExportError(
+                f"{name} has the type {whole.dtype}, which safetensors does not support: choose --format torch"
+            )
         begin, end = end, end + num_bytes(whole)
         header[name] = {
             "dtype": _SAFETENSORS_DTYPES[whole.dtype],

@@ -388,7 +388,7 @@ def test_sharded_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     main, _ = spawn_ranks(errors_of_saves, 2, path=new_run(tmp_path).path)
     assert main[0] == "ctx.save: model or optimizer have sharded tensors (DTensor): leave out shard="
     assert main[1] == (
-        "a DTensor of shape [2] has the placements (Partial(sum),), sums of which each rank has a part: call"
+        "a DTensor of shape [2] has the placements (Partial(sum),), so each rank has only a part of a sum: call"
         " redistribute before the save"
     )
     assert main[2] == (
@@ -425,8 +425,8 @@ def errors_of_restores(here: Rank, path: Path) -> list[str]:
 
 def test_restore_names_what_does_not_fit_the_model(tmp_path: Path) -> None:
     for missing, unexpected, shape in spawn_ranks(errors_of_restores, 2, path=new_run(tmp_path).path):
-        assert missing.startswith("model has extra.weight, extra.bias, which the checkpoint has not: load it into")
-        assert unexpected.startswith("the checkpoint has norm.weight, norm.bias of model, which model has not: load")
+        assert missing.startswith("model has extra.weight, extra.bias, which the checkpoint lacks: load it into")
+        assert unexpected.startswith("the checkpoint has norm.weight, norm.bias of model, which model lacks: load")
         assert shape == (
             "down.weight has the shape [6, 10], but [5, 10] in the checkpoint: load it into the same model"
         )

@@ -119,7 +119,7 @@ class LmLoraConfig(ConfigSection):
     alpha: float = number(16.0, above=0)
     """The added matrix is multiplied by alpha / rank."""
     targets: list[LoraTarget] = field(default_factory=lambda: ["q_proj", "v_proj"])
-    """Layers whose weights get one: some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+    """Layers with added matrices: some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
 
     @property
     def scale(self) -> float:
@@ -177,7 +177,9 @@ def _check(config: Config) -> list[str]:
     if config.data.global_batch_size is None:
         problems.append("data.global_batch_size: trainer lm needs the windows of a step on all ranks, such as 32")
     if config.model.name != ModelConfig.name:
-        problems.append(f"model.name={config.model.name} is not for trainer lm, whose sizes are in lm.model: remove it")
+        problems.append(
+            f"model.name={config.model.name} is not for trainer lm: remove it, and set the sizes in lm.model"
+        )
     for name in ("name", "batch_size"):
         value = getattr(config.data, name)
         if value != getattr(DataConfig, name):
@@ -213,7 +215,7 @@ def _check(config: Config) -> list[str]:
         except ConfigError as error:
             problems += error.problems
     if lm.lora.rank and not config.model.init_from:
-        problems.append(f"lm.lora.rank={lm.lora.rank} needs model.init_from, the weights that stay: set it")
+        problems.append(f"lm.lora.rank={lm.lora.rank} needs weights to adapt: set model.init_from")
     return problems
 
 

@@ -1,6 +1,6 @@
 """The text of trainer `lm` as two files of tokens, for training and for the evaluation.
 
-They are built once, in a folder of `data.root` whose name has a hash of the text and of the tokenizer. All processes
+They are built once, in a folder of `data.root`; its name has a hash of the text and of the tokenizer. All processes
 that need them share the work, also those of other runs and, if they share the folder, of other nodes:
 
     bpe-HASH.json             a tokenizer that was trained on the text
@@ -96,7 +96,7 @@ Alive = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """What `facts.json` holds on the files of tokens beside it."""
+    """The content of `facts.json`: facts about the files of tokens beside it."""
 
     digests: dict[str, str]  #: of each split: equal digests mean equal tokens in the same order
     num_tokens: dict[str, int]  #: of each split
@@ -121,7 +121,7 @@ class Corpus:
 
 
 def prepare(ctx: Context, cfg: Config) -> Corpus:
-    """Return the corpus of the config, whose tokens are built before, if need be. Call it on every rank.
+    """Return the corpus of the config; its tokens are built first if they are missing. Call it on every rank.
 
     A run with a checkpoint keeps its tokenizer. Raises ConfigError if there is no text or too little, and DataError if
     it cannot be read, has too many corrupt records, differs between the nodes, or is not that of the checkpoint.
@@ -147,7 +147,7 @@ def prepare(ctx: Context, cfg: Config) -> Corpus:
         alive=ctx.timer.alive,
     )
     corpus = open_corpus(folder, tokenizer, lm.sequence_length, cfg.seed)
-    ctx.groups.await_all(ctx.timer.alive)  # a node whose text or disk is slower may need minutes more
+    ctx.groups.await_all(ctx.timer.alive)  # a node with slower text or disk may need minutes more
     digests = ctx.groups.all_gather(" ".join(corpus.digests.values()))
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -342,7 +342,7 @@ class _Build:
         return FileTokenizer(path.read_text(), "", str(path))
 
     def _texts_for_training(self) -> Iterator[str]:
-        """Yield the text of evenly spaced pieces, without what is held out."""
+        """Yield the text of evenly spaced pieces, without held-out documents."""
         sizes = [sum(span.num_bytes for span in piece) for piece in self._pieces]
         num_pieces = len(sizes)
         if sum(sizes) > _TRAINED_BYTES:
@@ -436,7 +436,7 @@ class _Build:
             raise _too_many_corrupt(len(self._corrupt), self._corrupt, self._cfg.max_bad_records)
 
     def _note_progress(self, parts: Path) -> None:
-        """Report that this process lives, and now and then, if it is the first one of its node, what is done."""
+        """Report that this process lives; the first one of a node also logs the progress now and then."""
         self._alive()
         index, _ = self._share
         now = time.monotonic()
@@ -498,7 +498,7 @@ def _sums(counts: Sequence[dict[str, int]]) -> dict[str, int]:
     return {split: sum(count[split] for count in counts) for split in SPLITS}
 
 
-# The tokens of a piece: a file of numpy's format `.npz`, whose reader verifies a checksum.
+# The tokens of a piece: a file of numpy's format `.npz`; its reader verifies a checksum.
 
 
 def _part(parts: Path, number: int) -> Path:

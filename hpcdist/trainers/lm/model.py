@@ -60,7 +60,7 @@ class Decoder(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Draw all weights, whole or sharded: they depend on (seed, name), not on the mesh.
 
-        As in GPT-2, the outputs of the layers, whose sum is the residual stream, are smaller the more layers there are.
+        As in GPT-2, the outputs of the layers are smaller the more layers there are: their sum is the residual stream.
         """
         self.tie()  # `to_empty` has made two tables of one
         for name, weight in self.named_parameters():
@@ -189,7 +189,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with frozen weights, to whose output a trained product of two small matrices is added.
+    """A linear layer with frozen weights; a trained product of two small matrices is added to its output.
 
     https://arxiv.org/abs/2106.09685. The product is 0 at first, since `lora_b` is.
     """

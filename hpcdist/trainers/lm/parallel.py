@@ -30,11 +30,11 @@ from hpcdist.trainers.lm.model import Block, Decoder
 
 #: Dimensions of the mesh, the outermost first: the ranks of a tensor-parallel group are neighbours, on one node.
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
-#: A model whose gathered weights have at most so many bytes on a rank keeps them from the forward pass to the backward
-#: pass: to gather them again would take a tenth of the time of a step on CPUs, and the memory is small.
+#: Gathered weights of at most this size on a rank, in bytes, are kept from the forward pass to the backward pass: to
+#: gather them again would take a tenth of the time of a step on CPUs, and the memory is small.
 MAX_KEPT_BYTES = 256 << 20
 aten = torch.ops.aten
-#: The operations whose results selective activation checkpointing keeps: computing them again costs the most.
+#: Selective activation checkpointing keeps the results of these operations: computing them again costs the most.
 SAVED_OPERATIONS = {
     aten.mm.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -77,7 +77,7 @@ def data_index(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _split_layers(model: Decoder, mesh: DeviceMesh) -> None:
-    """Divide heads, MLPs and vocabulary among the ranks of `mesh`, and what is between them by the position."""
+    """Divide heads, MLPs and vocabulary among the ranks of `mesh`, and the activations between them by position."""
     by_position = Shard(1)
     parallelize_module(
         model,
@@ -194,7 +194,7 @@ def clip_gradients(model: Decoder, max_norm: float | None) -> Tensor:
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # before the clipping, whose arithmetic takes longer with a DTensor
+        norm = norm.full_tensor()  # before the clipping: its arithmetic takes longer with a DTensor
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm

@@ -113,15 +113,15 @@ class LmModelConfig(ConfigSection):
             )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             problems.append(
-                f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: change one of them, or"
-                " set head_dim"
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}: change one of them,"
+                " or set head_dim"
             )
         elif self.head_size % 2:
             problems.append(f"head_dim must be even for the rotary positions, got {self.head_size}")
         return problems
 
 
-#: The weight whose rows are the vocabulary.
+#: The weight with a row for each token of the vocabulary.
 EMBEDDING = "model.embed_tokens.weight"
 #: The architectures with these layers, by `model_type`, each with its class in transformers.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -137,7 +137,7 @@ NAMES = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-#: Keys of theirs that change what the layers compute, with the values that ours compute; a missing key is one of them.
+#: Keys of theirs that change the computation of the layers, with the supported values; a key may also be missing.
 _COMPUTED = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -147,7 +147,7 @@ _COMPUTED = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (None,),
 }
-#: What transformers assumes if the key is missing.
+#: The value that transformers assumes if the key is missing.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_QWEN3_HEAD_DIM = 128

@@ -165,7 +165,9 @@ def test_hugging_face_layout_has_an_index_for_several_files(tmp_path: Path, max_
 
 def test_type_that_safetensors_lacks_is_an_error(tmp_path: Path) -> None:
     weights = stored({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path)
-    with pytest.raises(ExportError, match=r"^a has the type torch.complex128, which safetensors has not: choose --fo"):
+    with pytest.raises(
+        ExportError, match=r"^a has the type torch.complex128, which safetensors does not support: choose --fo"
+    ):
         write_safetensors(weights, ["a"], tmp_path / "a.safetensors", {})
 
 

@@ -94,9 +94,7 @@ def test_plain_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"^weight has the shape \[4, 2\], but \[3, 2\] in the checkpoint: load it"
     ):
         stored.load(nn.Linear(2, 4), {})
-    with pytest.raises(
-        CheckpointError, match=r"^model has 0.weight, 0.bias, which the checkpoint has not: load it into"
-    ):
+    with pytest.raises(CheckpointError, match=r"^model has 0.weight, 0.bias, which the checkpoint lacks: load it into"):
         stored.load(nn.Sequential(nn.Linear(2, 3)), {})
 
 

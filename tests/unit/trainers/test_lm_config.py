@@ -44,7 +44,10 @@ def with_mesh(**sizes: int) -> Config:
         ("elastic: {exact: true}", "elastic.exact is not for trainer lm"),
         ("launch: {fit_batch: true}", "launch.fit_batch is not for trainer lm"),
         ("precision: {dtype: fp16}", "precision.dtype=fp16 is not for trainer lm: use bf16"),
-        ("model: {name: resnet18}", "model.name=resnet18 is not for trainer lm, whose sizes are in lm.model"),
+        (
+            "model: {name: resnet18}",
+            "model.name=resnet18 is not for trainer lm: remove it, and set the sizes in lm.model",
+        ),
     ],
 )
 def test_keys_for_other_trainers_are_refused(section: str, message: str, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_weight_depends_on_seed_and_name_alone() -> None:
 def test_sizes_that_no_model_has_are_refused() -> None:
     with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
         LmModelConfig(num_kv_heads=3)
-    with pytest.raises(ValueError, match="hidden_size=30 is no multiple of num_heads=4"):
+    with pytest.raises(ValueError, match="hidden_size=30 is not a multiple of num_heads=4"):
         LmModelConfig(hidden_size=30)
     with pytest.raises(ValueError, match="head_dim must be even for the rotary positions, got 3"):
         LmModelConfig(head_dim=3)
