@@ -363,7 +363,7 @@ def _first_steps_of(logged: Iterable[Series]) -> dict[float, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """The run whose config and code a run has, on its page."""
+    """The run from which a run has its config and code, on the page of the latter."""
 
     name: str
     logged: Series  #: of the primary metric
@@ -378,7 +378,7 @@ def primary_chart(facts: RunFacts, series: Mapping[str, Series], compared: Compa
     """Return the curve of the primary metric with the best checkpoint; None if nothing was logged.
 
     Args:
-        compared: another run, whose curve is shown below that of this run.
+        compared: another run; its curve is shown below that of this run.
     """
     metric = facts.primary_metric
     if metric not in series:

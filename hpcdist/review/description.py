@@ -197,7 +197,7 @@ def _image(facts: RunFacts) -> str:
     if facts.image_digest:
         digest = f"digest {facts.image_digest}"
         if facts.image_digest.startswith("ends-"):
-            # That of an image file whose name contains no digest.
+            # That of an image file without a digest in its name.
             digest += " (of its size, first and last MiB)"
         words.append(digest)
     elif facts.image_build:

@@ -358,7 +358,7 @@ class LiveProgress:
 
 
 class LoggedResult(NamedTuple):
-    """The last value that a run has logged of a metric whose best direction is known."""
+    """The last value that a run has logged of a metric with a known best direction."""
 
     metric: str
     mode: str  #: `max` or `min`
@@ -700,7 +700,7 @@ def _list_of_texts(value: Any) -> tuple[str, ...]:
 def logged_result(facts: RunFacts, read_last: Callable[[], Mapping[str, LastValue]]) -> LoggedResult | None:
     """Return the result of a finished run without evaluated checkpoints, as of most scripts; None for other runs.
 
-    Only of a finished run, since another one may have ended anywhere, and of a metric whose best direction is known.
+    Only of a finished run, since another one may have ended anywhere, and of a metric with a known best direction.
 
     Args:
         read_last: returns the last values of the run by metric; called only if they are needed.

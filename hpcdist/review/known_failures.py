@@ -117,7 +117,7 @@ PATTERNS = (
         "gpu-lost",
         r"CUDA-capable device\(s\) is/are busy or unavailable|GPU is lost|GPU has fallen off the bus"
         r"|uncorrectable (?:ECC|NVLink) error",
-        "a GPU of the named rank is lost, or another program has it for itself",
+        "a GPU of the named rank is lost, or another program uses it exclusively",
         f"check the node (`nvidia-smi`, `dmesg | grep Xid`); {NODE_FIX}",
         is_fault=True,
     ),
@@ -132,8 +132,8 @@ PATTERNS = (
         "port-of-the-code",
         r"EADDRINUSE|[Aa]ddress already in use",
         "the code listens on a port that another process uses, such as another rank with the same code",
-        "start a script that starts its own ranks once: launch.num_ranks=1, on Slurm cluster.nodes=1 and"
-        " cluster.tasks_per_node=1; else take the port from MASTER_PORT, which each attempt changes, not a fixed one",
+        "if the script starts its own ranks, start it once: launch.num_ranks=1, on Slurm cluster.nodes=1 and"
+        " cluster.tasks_per_node=1; else use the port in MASTER_PORT, which each attempt changes, not a fixed one",
         is_fault=True,
     ),
     Pattern(

@@ -115,7 +115,7 @@ _SPEED = re.compile(r"(?!system/|comm/)(.*[_/])?per_(s|sec|second)")
 
 
 def median_speeds(series: Mapping[str, Series]) -> dict[str, float]:
-    """Return the throughputs of a run by metric, each as the median of what was logged."""
+    """Return the throughputs of a run by metric, each as the median of its logged values."""
     medians = {key: series[key].median for key in sorted(series) if _SPEED.fullmatch(key)}
     return {key: median for key, median in medians.items() if median is not None}
 
@@ -139,7 +139,7 @@ MAX_SERIES = 600
 WORLD_SIZE = "world_size"
 #: Times of the parts of a step.
 _TIME_PREFIX = "time/"
-#: System metrics of a node, whose steps are seconds.
+#: System metrics of a node; their steps are seconds.
 SYSTEM_PREFIX = "system/"
 #: Parts of names that tell apart the same metric on different data.
 _SPLITS = ("train", "eval", "val", "valid", "validation", "test")

@@ -26,7 +26,7 @@ WAITING = {
     "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),
     "ReqNodeNotAvail, Reserved for maintenance": (
         "a maintenance begins before the job could end",
-        "a cluster.time_limit_min that ends before it starts the job now (a run requeues itself); otherwise wait",
+        "reduce cluster.time_limit_min to end before it: the job then starts now (a run requeues itself); else wait",
     ),
     "ReqNodeNotAvail": ("requested nodes are down or reserved", "wait, or relax cluster.constraint or cluster.exclude"),
     "Nodes required for job are DOWN": (

@@ -174,7 +174,7 @@ class RankedRow:
         return cost_of(self.results)
 
 
-#: Returns the values of a row, with the per-sample results of a single run whose folder is at hand.
+#: Returns the values of a row, with the per-sample results of a single run if its folder is at hand.
 Measure = Callable[[RankedRow], Measured]
 
 

@@ -198,7 +198,7 @@ def render_report(run: RunDir, read: ReadSeries, read_last: ReadLastValues) -> s
 
 
 def _compared_run(run: RunDir, facts: RunFacts, read: ReadSeries) -> charts.ComparedRun | None:
-    """Return the run whose config and code a run has; None if its folder or the primary metric is not at hand."""
+    """Return the run from which a run has its config and code; None without its folder or the primary metric."""
     if not facts.like:
         return None
     # Both have the same folder of runs.

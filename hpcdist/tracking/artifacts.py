@@ -35,7 +35,7 @@ from hpcdist.tracking.mlflow_client import (
 LIVE_LOG_BYTES = 5_000_000
 #: Maximum number of ranks of an attempt with uploaded logs.
 MAX_RANKS = 64
-#: Folder of a script's artifacts whose names hpcdist uses itself.
+#: Folder of a script's artifacts with names that hpcdist uses itself.
 SCRIPT_FOLDER = "script"
 
 
@@ -209,8 +209,8 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
 
 # The kept checkpoints of a run as logged models of MLflow, without an upload of their files.
 #
-# Each checkpoint on disk has one external logged model with its step, folder, hash and metrics. A model whose
-# checkpoint was removed is deleted in MLflow, so that the tab *Models* lists the existing checkpoints only.
+# Each checkpoint on disk has one external logged model with its step, folder, hash and metrics. A model is
+# deleted in MLflow after its checkpoint was removed, so that the tab *Models* lists the existing checkpoints only.
 
 MODEL_TYPE = "checkpoint"
 #: Markdown for the page of the logged model of a checkpoint.

@@ -132,7 +132,7 @@ def parse(text: str) -> rank_requests.LiveCommand | None:
         return rank_requests.LiveCommand(action="save", by=AUTHOR)
     if action != "profile" or options.keys() - {"steps", "ranks"}:
         raise UserMistake(
-            f"{text[:40]!r} is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"
+            f"{text[:40]!r} is not a command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"
         )
     steps = options.get("steps", str(rank_requests.DEFAULT_PROFILE_STEPS))
     if not (steps.isascii() and steps.isdigit() and len(steps) <= _MAX_DIGITS):

@@ -128,7 +128,7 @@ class Delivery:
 
     def _ship_page(self, state: State) -> None:
         last = self._sent_facts.page
-        self._sent_facts.page = ""  # after a failure, it is not known what MLflow shows
+        self._sent_facts.page = ""  # after a failure, the page that MLflow shows is not known
         try:
             self._sent_facts.page = self._page.update(self.open_run(), state, last)
         finally:

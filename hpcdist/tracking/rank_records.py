@@ -1,8 +1,8 @@
 """The records of one rank: metrics to the journal, parameters, tags and models to its event file.
 
 `Context.log`, `hpcdist.log` and MLflow's tracking store `hpcdist` (`script_store.py`) write here. Nothing waits for a
-server, and only the standard library is needed. Rank 0's records are uploaded; what other ranks log with MLflow is
-only kept for reading it back. The metrics of their nodes, which `Context.should_stop` and `rank/system_metrics.py`
+server, and only the standard library is needed. Rank 0's records are uploaded; records of other ranks by MLflow are
+only kept for reading them back. The metrics of their nodes, which `Context.should_stop` and `rank/system_metrics.py`
 write to `journal` directly, are uploaded.
 """
 

@@ -1,6 +1,6 @@
 """MLflow for the code of a rank: a tracking store, an artifact repository and logged models in the run folder.
 
-The shipper uploads what they write. `mlflow.log_metric` and all loggers built on it write to the journal.
+The shipper uploads their files. `mlflow.log_metric` and all loggers built on it write to the journal.
 
 MLflow loads the store by the entry point `mlflow.tracking_store` for the scheme `hpcdist`; the worker of a rank sets
 `MLFLOW_TRACKING_URI`. The store has one experiment with one run, which the shipper uploads:

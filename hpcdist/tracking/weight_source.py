@@ -133,7 +133,7 @@ class MlflowModel:
 
     uri: str  #: of the tracking server
     source: str
-    found: str  #: what the source was at the start: an alias can move
+    found: str  #: the source as it was at the start: an alias can move
     location: str  #: of its files
     run_id: str  #: of the run that has made it; empty if MLflow has none
 

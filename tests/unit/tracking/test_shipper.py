@@ -416,7 +416,7 @@ def test_invalid_and_forbidden_commands_are_refused(scene: Scene, monkeypatch: p
         live = Live(scene, "save", "profile")
         text = "profile ranks=4"
         assert live.obey(text) == f"{text}: refused: run first has no rank 4: its ranks are 0 to 3"
-        assert live.obey("halt").startswith("halt: refused: 'halt' is no command: set stop, save or profile")
+        assert live.obey("halt").startswith("halt: refused: 'halt' is not a command: set stop, save or profile")
         refused = "stop: refused: tracking.commands allows save, profile, not stop: add it to the config"
         assert live.obey("stop") == refused
         assert "hpcdist.command" not in live.tags()
@@ -502,8 +502,8 @@ def test_commands_are_parsed() -> None:
     assert parse("profile") == profile
     assert parse("profile ranks=3,1 steps=20") == replace(profile, num_steps=20, ranks=[1, 3])
     for text, message in (
-        ("stop now", "'stop now' is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"),
-        ("profile depth=2", "'profile depth=2' is no command"),
+        ("stop now", "'stop now' is not a command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"),
+        ("profile depth=2", "'profile depth=2' is not a command"),
         ("profile steps=ten", "steps=ten: expected a number"),
         ("profile ranks=a", "ranks 'a': expected ranks, separated by commas, such as 0,3"),
     ):
