@@ -205,7 +205,7 @@ def test_lost_run_is_closed_with_the_end_of_its_job(
     assert (state.ended == 1700.0) == (snapshot is ENDED)
 
 
-def test_job_that_left_the_queue_before_an_attempt_had_no_supervisor(run: RunDir) -> None:
+def test_job_that_left_the_queue_early_had_no_supervisor(run: RunDir) -> None:
     write_json(run.slurm, {"job_id": "7"})
     set_state(run, status="queued")
     found = status_from(run, UNKNOWN)
