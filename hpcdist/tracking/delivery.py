@@ -192,12 +192,15 @@ class Delivery:
     def _end_ms(self, state: State) -> int:
         """Return the end time for MLflow.
 
-        MLflow's duration is the difference of end and start: without pauses, it is then the running time.
+        MLflow's duration is the difference of end and start: without pauses, it is then the running time. A run that
+        was cancelled in the queue has none, however late it is closed.
         """
         running_s = sum(allocation.ended - allocation.began for allocation in allocations_of(self.run))
         running_ms = int(1000 * running_s)
         if running_ms:
             return self.open_run().start_ms + running_ms
+        if state.attempt == 0:
+            return self.open_run().start_ms
         ended = state.ended if state.ended is not None else time.time()
         return int(ended * 1000)
 

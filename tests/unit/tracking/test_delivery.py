@@ -79,6 +79,14 @@ def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
     assert info.end_time - info.start_time == 1000 * (21 + 31)
 
 
+def test_run_that_never_started_has_no_duration(scene: Scene) -> None:
+    """Such as a run that was cancelled in the queue, which `hpcdist sync` closes days later."""
+    scene.state(created=BEGAN, status="cancelled", attempt=0, ended=BEGAN + 100_000)
+    scene.shipper().ship_once()
+    info = scene.entity.info
+    assert (info.status, info.end_time - info.start_time) == ("KILLED", 0)
+
+
 def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     shipper = scene.shipper()
