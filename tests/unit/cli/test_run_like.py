@@ -115,12 +115,12 @@ def test_rerun_compares_each_logged_value(hpcdist: Cli, first: RunDir, trains: S
     result = hpcdist("rerun", "first")
     assert (result.code, result.err) == (0, "")
     new = trains["run"].name
-    assert result.out.splitlines()[-1] == f"{new}: no value differs: 3 values of 1 metrics at 3 steps"
+    assert result.out.splitlines()[-1] == f"{new}: no value differs: 3 values of 1 metric at 3 steps"
     trains["losses"] = [1.0, 0.5, 0.125]
     result = hpcdist("rerun", "first", "seed=4")
     assert result.code == 1
     assert trains["config"].seed == 4
-    difference = "the first difference is at step 3: train/loss was 0.25, is 0.125; 1 of 3 values of 1 metrics"
+    difference = "the first difference is at step 3: train/loss was 0.25, is 0.125; 1 of 3 values of 1 metric"
     assert result.out.splitlines()[-1] == f"{trains['run'].name}: {difference} at 3 steps differ"
     values = json.loads(hpcdist("compare", "first", trains["run"].name, "--json").out)["values"]
     assert values[trains["run"].name]["equal"] is False
