@@ -14,9 +14,8 @@ from hpcdist.tracking.upload_state import state_key
 log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.
 LEDGER_INTERVAL_S = 60.0
-#: MLflow draws the charts of metrics with a prefix by name, then those without one, as of many scripts, and then those
-#: with this prefix.
-LEDGER_PREFIX = "system/"
+#: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
+LEDGER_PREFIX = "usage/"
 #: Significant digits: MLflow's list of runs shows all digits of a number.
 _DIGITS = 4
 
@@ -71,10 +70,11 @@ class LedgerMetrics:
 
     def _read_last(self, mlflow_run: MlflowRun) -> dict[str, float]:
         """Return the last values in MLflow, and note their step and time."""
-        values: dict[str, float] = mlflow_run.current().data.metrics
+        logged = mlflow_run.current().data.metrics
+        values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
         history = []
-        key = f"{LEDGER_PREFIX}allocated_hours"
-        if key in values:
+        if values:
+            key = f"{LEDGER_PREFIX}allocated_hours"
             with translated(mlflow_run.uri):
                 history = mlflow_run.client.get_metric_history(mlflow_run.run_id, key)
         self._step, self._time_ms = max(((point.step, point.timestamp) for point in history), default=(0, 0))

@@ -26,7 +26,7 @@ SCHEME = "hpcdist"
 MAX_KEPT = 1000
 #: Prefix for a name of the rank's code that hpcdist uses itself.
 SCRIPT_PREFIX = "script."
-#: Metrics that hpcdist logs: the best value, system metrics with the ledger, and the time account.
+#: Metrics that hpcdist logs: the ledger, system metrics and the time account.
 RESERVED_PREFIXES = ("usage/", "system/", "time/")
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 

@@ -38,7 +38,7 @@ _OLD_MARK = "<!-- hpcdist: text above this line is kept -->"
 MAX_DESCRIPTION = MAX_TAG - len(MARK) - 4
 #: Minimum time between two changes of the description, unless the state of the run changes.
 INTERVAL_S = 60.0
-#: Name of the metric with the best value, before that of the primary metric: its chart follows `eval/` and `train/`.
+#: Name of the metric with the best value, before that of the primary metric; the charts of `usage/` are the last ones.
 BEST_PREFIX = "usage/best/"
 _CONTEXT_TAG = "mlflow.data.context"
 #: Limits of MLflow for the name and the digest of a dataset.

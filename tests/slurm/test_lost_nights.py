@@ -260,7 +260,7 @@ def test_printed_and_csv_metrics_arrive_once(slurm_runs: SlurmRuns) -> None:
     assert "it logged no metrics" not in state.reason
     code, output = slurm_runs.command("sync", "prints")
     assert code == 0, output
-    points = [point for point in slurm_runs.points("prints") if not point[0].startswith("system/")]
+    points = [point for point in slurm_runs.points("prints") if not point[0].startswith(("system/", "usage/"))]
     counts = Counter((key, step) for key, step, _ in points)
     assert set(counts.values()) == {1}, "each point once"
     series = {key: sorted(value for name, _, value in points if name == key) for key in {key for key, *_ in points}}

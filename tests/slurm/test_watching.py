@@ -282,9 +282,9 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
 
     code, output = runs.command("sync", LEDGER_RUN)
     assert code == 0, output
-    logged = {key: value for key, _, value in runs.points(LEDGER_RUN) if key.startswith("system/")}
-    assert logged["system/allocated_hours"] * 3600 == pytest.approx(ledger.allocated_s, rel=1e-3)
-    assert logged["system/goodput"] == pytest.approx(ledger.goodput, rel=1e-3)
+    logged = {key: value for key, _, value in runs.points(LEDGER_RUN) if key.startswith("usage/")}
+    assert logged["usage/allocated_hours"] * 3600 == pytest.approx(ledger.allocated_s, rel=1e-3)
+    assert logged["usage/goodput"] == pytest.approx(ledger.goodput, rel=1e-3)
     print({cause: round(seconds, 1) for cause, seconds in causes.items()}, ledger.allocated_s, ledger.queue_s)
 
 

@@ -357,19 +357,19 @@ def test_ledger_of_an_ended_run_is_logged_again_after_accounting(scene: Scene) -
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
     for _ in range(2):
         scene.shipper().ship_once()
-    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("system/")}
+    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("usage/")}
     # Few digits: MLflow's list of runs shows all of them.
-    assert logged == {"system/allocated_hours": 0.05139, "system/queue_hours": 0.0, "system/goodput": 0.7568}
+    assert logged == {"usage/allocated_hours": 0.05139, "usage/queue_hours": 0.0, "usage/goodput": 0.7568}
     start = {"began": BEGAN, "ended": BEGAN + 36.04, "energy_j": 1.8e6}
     write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
     for _ in range(2):
         scene.shipper().ship_once()
-    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "system/allocated_hours")]
+    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")]
     ended_ms = int((BEGAN + 37) * 1000)
     assert sorted(points) == [(7, ended_ms), (8, ended_ms + 1)], "the last training step, and the next one"
     metrics = scene.entity.data.metrics
-    assert metrics["system/allocated_hours"] == 0.05006
-    assert metrics["system/energy_kwh"] == pytest.approx(0.5)
+    assert metrics["usage/allocated_hours"] == 0.05006
+    assert metrics["usage/energy_kwh"] == pytest.approx(0.5)
 
 
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,12 +381,12 @@ def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatc
     for now in (30, 61, 90, 121):
         add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
         ledger.ship(scene.run.read_state(), mlflow)
-        numbers.append(len(scene.client.get_metric_history(scene.run_id, "system/allocated_hours")))
+        numbers.append(len(scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")))
     assert numbers == [0, 1, 1, 2]
     scene.state(status="failed", ended=BEGAN + 200)
     for _ in range(2):
         ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "system/allocated_hours")
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")
     times = {point.timestamp for point in history}
     assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
     assert {point.step for point in history} == {7, 8}, "each step once"
@@ -408,7 +408,7 @@ def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pyte
     # The record has arrived, and accounting changes the ledger before the next pass.
     write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
     ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "system/allocated_hours")
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")
     assert sorted(point.step for point in history) == [7, 8]
 
 
@@ -428,7 +428,7 @@ def test_steps_of_the_ledger_survive_a_failed_read(scene: Scene, monkeypatch: py
         with pytest.raises(TrackingError, match="does not answer"):
             ledger.ship(scene.run.read_state(), mlflow)
     ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "system/allocated_hours")
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")
     assert sorted(point.step for point in history) == [7, 8]
 
 
@@ -439,4 +439,4 @@ def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.
     write_json(scene.run.path / "job.json", {"format": 99})
     LedgerMetrics(scene.run).ship(scene.run.read_state(), scene.shipper().open_run())
     assert "the ledger of first is not uploaded" in caplog.text
-    assert not [key for key in scene.entity.data.metrics if key.startswith("system/")]
+    assert not [key for key in scene.entity.data.metrics if key.startswith("usage/")]
