@@ -453,14 +453,21 @@ def test_slurm_of_another_dev_cluster_is_accepted(
 def test_daemon_that_starts_during_the_search_is_accepted(
     recorded: Layout, foreign_daemon: subprocess.Popen[bytes], monkeypatch: Patch
 ) -> None:
-    """A daemon of a cluster forks, or is started, while its processes are looked up."""
+    """The namespace of a cluster is mounted, and then its daemon starts, just before the processes are listed."""
     status = os.stat(f"/proc/{foreign_daemon.pid}/ns/net")
-    monkeypatch.setattr(
-        cluster_processes, "mounted_namespaces", lambda layout: {layout.name: (status.st_dev, status.st_ino)}
-    )
-    looks = iter([[], [foreign_daemon.pid]])
-    monkeypatch.setattr("psutil.pids", lambda: next(looks, [foreign_daemon.pid]))
+    mounted: dict[str, tuple[int, int]] = {}
+
+    def started() -> list[int]:
+        mounted[recorded.name] = (status.st_dev, status.st_ino)
+        return [foreign_daemon.pid]
+
+    monkeypatch.setattr("psutil.pids", started)
+    monkeypatch.setattr(cluster_processes, "mounted_namespaces", lambda layout: dict(mounted))
     host.refuse_beside_slurm(recorded)
+    assert mounted, "the search has listed the daemon"
+    monkeypatch.setattr(cluster_processes, "mounted_namespaces", lambda layout: {})
+    with pytest.raises(DevClusterError, match=DAEMON):
+        host.refuse_beside_slurm(recorded)
 
 
 @pytest.mark.processes
