@@ -79,17 +79,7 @@ class CheckpointSaves:
             write = partial(self._exchange.write, boxes=part.boxes, step=step, staging=staging)
             start_shard = self._shard_writer.copied(part.state, write)
         if is_main:
-            sharded = {key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()}
-            snapshot = Snapshot(
-                step=step,
-                model=state.model,
-                trainer=state.trainer,
-                rank_states=[],
-                collect_rank_states=rank_states,
-                metrics={name: float(value) for name, value in metrics.items()},
-                samples=samples,
-                sharded=plain_state(sharded, "sharded"),
-            )
+            snapshot = _snapshot_of(step, state, rank_states, metrics, samples)
             if owners:
                 pending = self._exchange.pending(step, owners, staging)
                 snapshot = replace(snapshot, collect_shards=pending.collect, drop_shards=pending.drop)
@@ -116,6 +106,27 @@ class CheckpointSaves:
         """Wait for the save in progress, and stop the threads. Raises CheckpointError if the save fails."""
         self._shard_writer.close()
         self._saver.close()
+
+
+def _snapshot_of(
+    step: int,
+    state: Division,
+    collect_rank_states: Callable[[], list[dict[str, Any]]],
+    metrics: Mapping[str, float],
+    samples: bytes,
+) -> Snapshot:
+    """Return the checkpoint of rank 0, without the shards of other ranks; see `CheckpointSaves.save`."""
+    sharded = {key: [list(whole.shape), whole.dtype] for key, whole in state.wholes.items()}
+    return Snapshot(
+        step=step,
+        model=state.model,
+        trainer=state.trainer,
+        rank_states=[],
+        collect_rank_states=collect_rank_states,
+        metrics={name: float(value) for name, value in metrics.items()},
+        samples=samples,
+        sharded=plain_state(sharded, "sharded"),
+    )
 
 
 def _require_equal_sharding(digests: Sequence[int]) -> None:
